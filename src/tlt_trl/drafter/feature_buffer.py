@@ -1,0 +1,187 @@
+"""
+Bounded store of hidden states, one step off: while step k's rollout runs, the drafter trains on step k - 1 and before.
+
+Answers that finish early are short, so a buffer that forgot the previous step would starve the drafter of exactly the
+long answers that it must speed up (TLT, arXiv 2511.16665).
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class FeatureSample:
+    """
+    One prompt with its answer, without padding, and the policy's states for it.
+
+    Args:
+        input_ids (`torch.Tensor` of shape (T,)):
+            Token ids.
+        aux_hidden_states (`torch.Tensor` of shape (T, num_aux * H)):
+            Inputs of the auxiliary policy layers, side by side, bf16.
+        last_hidden_state (`torch.Tensor` of shape (T, H)):
+            Policy state after the final norm, that is what its `lm_head` reads, bf16.
+        prompt_length (`int`):
+            Tokens before the first answer token.
+        step (`int`):
+            Training step in which it was recorded.
+    """
+
+    input_ids: Tensor
+    aux_hidden_states: Tensor
+    last_hidden_state: Tensor
+    prompt_length: int
+    step: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.input_ids.shape[0]
+
+    @property
+    def answer_length(self) -> int:
+        return self.num_tokens - self.prompt_length
+
+    @property
+    def is_finite(self) -> bool:
+        return bool(torch.isfinite(self.aux_hidden_states).all() and torch.isfinite(self.last_hidden_state).all())
+
+
+@dataclass
+class _Entry:
+    sample: FeatureSample
+    uses: int  # batches it was part of
+    serial: int = field(compare=False)  # order of arrival, breaks ties
+
+
+class FeatureBuffer:
+    """
+    Samples in CPU memory, bounded in tokens.
+
+    Room is made by dropping the oldest step first and, within a step, the shortest answers. Batches take the samples
+    that were used least, so that all are seen equally often, and reserve a share for long answers of earlier steps.
+
+    Args:
+        max_tokens (`int`):
+            Capacity in tokens. A token costs `2 * (num_aux + 1) * hidden_size` bytes.
+        long_answer_fraction (`float`, *optional*, defaults to `0.5`):
+            Share of every batch reserved for the longest quarter of the answers of earlier steps. More means a better
+            drafter for the long tail and a worse one for the bulk.
+        max_age (`int`, *optional*, defaults to `4`):
+            Steps after which samples are dropped even when there is room. The states of an old policy teach the wrong
+            distribution; few tokens teach nothing. Lower it when the learning rate is high.
+    """
+
+    def __init__(self, max_tokens: int, long_answer_fraction: float = 0.5, max_age: int = 4):
+        if max_tokens < 1:
+            raise ValueError(f"max_tokens={max_tokens} must be at least 1.")
+        if not 0.0 <= long_answer_fraction <= 1.0:
+            raise ValueError(f"long_answer_fraction={long_answer_fraction} must be between 0 and 1.")
+        if max_age < 1:
+            raise ValueError(f"max_age={max_age} must be at least 1: the previous step is what a drafter trains on.")
+        self.max_tokens = max_tokens
+        self.long_answer_fraction = long_answer_fraction
+        self.max_age = max_age
+        self.current_step = 0
+        self.num_tokens = 0
+        self.num_added = 0
+        self.num_rejected = 0  # samples with infinities or NaN
+        self._entries: list[_Entry] = []
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def samples(self) -> list[FeatureSample]:
+        return [entry.sample for entry in self._entries]
+
+    def add(self, sample: FeatureSample) -> bool:
+        """Take a sample in. Returns whether it was kept: not when it is not finite or does not fit at all."""
+        if not sample.is_finite:
+            self.num_rejected += 1
+            return False
+        if sample.num_tokens > self.max_tokens:
+            return False
+        # A newcomer joins the current round instead of being repeated until it has caught up with the old samples.
+        uses = min((entry.uses for entry in self._entries), default=0)
+        entry = _Entry(sample, uses, self.num_added)
+        self.num_added += 1
+        self._entries.append(entry)
+        self.num_tokens += sample.num_tokens
+        self._evict()
+        return any(kept is entry for kept in self._entries)
+
+    def start_step(self, step: int) -> None:
+        """Begin a training step: what is there now is the past, and what is too old goes."""
+        self.current_step = step
+        self._keep([entry for entry in self._entries if step - entry.sample.step <= self.max_age])
+
+    def sample_batch(self, max_tokens: int, generator: torch.Generator) -> list[FeatureSample]:
+        """
+        Draw samples of at most `max_tokens` tokens together, without repeats.
+
+        A sample longer than `max_tokens` comes alone and must be cut by the caller.
+        """
+        long_answers = self._long_answers()
+        batch = self._draw(long_answers, int(self.long_answer_fraction * max_tokens), generator)
+        taken = {entry.serial for entry in batch}
+        used = sum(entry.sample.num_tokens for entry in batch)
+        others = [entry for entry in self._entries if entry.serial not in taken]
+        batch += self._draw(others, max_tokens - used, generator)
+        if not batch and self._entries:
+            batch = self._least_used(self._entries, generator)[:1]
+        for entry in batch:
+            entry.uses += 1
+        return [entry.sample for entry in batch]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Meta-data only: features are recorded anew by the first step after a resume."""
+        return {
+            "current_step": self.current_step,
+            "num_added": self.num_added,
+            "num_rejected": self.num_rejected,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.current_step = state["current_step"]
+        self.num_added = state["num_added"]
+        self.num_rejected = state["num_rejected"]
+
+    def _keep(self, entries: list[_Entry]) -> None:
+        self._entries = entries
+        self.num_tokens = sum(entry.sample.num_tokens for entry in entries)
+
+    def _evict(self) -> None:
+        while self.num_tokens > self.max_tokens:
+            victim = min(
+                self._entries, key=lambda entry: (entry.sample.step, entry.sample.answer_length, -entry.serial)
+            )
+            self._entries = [entry for entry in self._entries if entry is not victim]
+            self.num_tokens -= victim.sample.num_tokens
+
+    def _long_answers(self) -> list[_Entry]:
+        """Samples of earlier steps whose answers are in the longest quarter of all."""
+        if not self._entries:
+            return []
+        lengths = sorted(entry.sample.answer_length for entry in self._entries)
+        threshold = lengths[(3 * len(lengths)) // 4]
+        return [
+            entry
+            for entry in self._entries
+            if entry.sample.step < self.current_step and entry.sample.answer_length >= threshold
+        ]
+
+    def _least_used(self, entries: list[_Entry], generator: torch.Generator) -> list[_Entry]:
+        order = torch.randperm(len(entries), generator=generator).tolist()
+        return sorted((entries[i] for i in order), key=lambda entry: entry.uses)
+
+    def _draw(self, entries: list[_Entry], max_tokens: int, generator: torch.Generator) -> list[_Entry]:
+        """Least used first, ties at random; samples that no longer fit are passed over."""
+        drawn = []
+        for entry in self._least_used(entries, generator):
+            if entry.sample.num_tokens <= max_tokens:
+                drawn.append(entry)
+                max_tokens -= entry.sample.num_tokens
+        return drawn
