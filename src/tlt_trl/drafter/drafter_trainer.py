@@ -1,0 +1,295 @@
+"""
+Train the drafter one preemptible optimiser step at a time.
+
+Everything here is the drafter's own: optimiser, gradient clip, random generator, copies of the policy's embedding and
+head. A drafter loss under the policy's gradient-norm clip shrinks the policy's update about 20 times, and a draw from
+the global random state makes the ranks of a tensor-parallel group sample different tokens.
+"""
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .evaluation import evaluate_drafter
+from .feature_buffer import FeatureBuffer, FeatureSample
+from .losses import Teacher, simulated_acceptance_length, soft_cross_entropy
+from .modeling_drafter import Drafter
+from .packing import PackedBatch, crop, pack
+from .unroll import unroll
+
+
+logger = logging.getLogger(__name__)
+
+
+def _never() -> bool:
+    return False
+
+
+class DrafterTrainer:
+    """
+    Trains a [`Drafter`] on the samples of a [`FeatureBuffer`].
+
+    Args:
+        drafter ([`Drafter`]):
+            The drafter, with fp32 parameters (bf16 parameters are many times slower in backward on CPU, and lose small
+            updates everywhere).
+        buffer ([`FeatureBuffer`]):
+            Where the samples come from.
+        learning_rate (`float`, *optional*, defaults to `1e-3`):
+            Constant after the warm-up: there is no end of training to decay towards.
+        warmup_steps (`int`, *optional*, defaults to `10`):
+            Optimiser steps of linear warm-up, over the whole life of the drafter.
+        unroll_steps (`int`, *optional*, defaults to `5`):
+            Draft steps trained. Cost grows linearly; the drafter is poor at drafting more tokens than this.
+        max_tokens_per_step (`int`, *optional*, defaults to `1024`):
+            Tokens of one packed batch. Smaller means more updates from the same data and a quicker reaction to the
+            stop signal, larger means less overhead.
+        loss_decay (`float`, *optional*, defaults to `0.8`):
+            Weight of draft step j is `loss_decay ** j`: later tokens count only when the earlier ones are accepted.
+        max_grad_norm (`float`, *optional*, defaults to `0.5`):
+            The drafter's own clip.
+        weight_decay (`float`, *optional*, defaults to `0.0`):
+            AdamW's weight decay.
+        temperature (`float`, *optional*, defaults to `1.0`):
+            Sampling temperature of the rollouts, whose distribution is learned.
+        autocast_dtype (`torch.dtype`, *optional*, defaults to `torch.bfloat16`):
+            Dtype of the matrix products. `torch.float32` switches autocast off.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of the own generator.
+        device (`torch.device`, *optional*):
+            Where to train. Defaults to where the drafter is.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        buffer: FeatureBuffer,
+        *,
+        learning_rate: float = 1e-3,
+        warmup_steps: int = 10,
+        unroll_steps: int = 5,
+        max_tokens_per_step: int = 1024,
+        loss_decay: float = 0.8,
+        max_grad_norm: float = 0.5,
+        weight_decay: float = 0.0,
+        temperature: float = 1.0,
+        autocast_dtype: torch.dtype = torch.bfloat16,
+        seed: int = 0,
+        device: torch.device | None = None,
+    ):
+        _check_positive(
+            learning_rate=learning_rate,
+            unroll_steps=unroll_steps,
+            max_tokens_per_step=max_tokens_per_step,
+            loss_decay=loss_decay,
+            max_grad_norm=max_grad_norm,
+            temperature=temperature,
+        )
+        self.device = torch.device(drafter.device if device is None else device)
+        self.drafter = drafter.to(self.device)
+        self.buffer = buffer
+        self.learning_rate = learning_rate
+        self.warmup_steps = warmup_steps
+        self.unroll_steps = unroll_steps
+        self.max_tokens_per_step = max_tokens_per_step
+        self.loss_decay = loss_decay
+        self.max_grad_norm = max_grad_norm
+        self.temperature = temperature
+        self.autocast_dtype = autocast_dtype
+        self.generator = torch.Generator().manual_seed(seed)
+        self.optimizer = torch.optim.AdamW(
+            drafter.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=weight_decay, fused=True
+        )
+        self.steps = 0
+        self.tokens_trained = 0
+        self.dropped_batches = 0
+        self._embed_tokens: Tensor | None = None
+        self._lm_head: Tensor | None = None
+        self._draft_head: Tensor | None = None
+        self._last_good: dict[str, Tensor] = {}
+        self._step_seconds: float | None = None  # running estimate
+
+    @torch.no_grad()
+    def set_target(self, embed_tokens: Tensor, lm_head: Tensor) -> None:
+        """
+        Take copies of the policy's embedding and head, each of shape (vocab_size, H), at weight-sync time.
+
+        Training needs the head's rows of the draft vocabulary; the whole head serves [`evaluate`] only.
+        """
+        expected = (self.drafter.config.vocab_size, self.drafter.config.hidden_size)
+        for name, tensor in (("embed_tokens", embed_tokens), ("lm_head", lm_head)):
+            if tuple(tensor.shape) != expected:
+                raise ValueError(f"{name} has shape {tuple(tensor.shape)}, but the drafter's policy has {expected}.")
+        is_tied = embed_tokens.data_ptr() == lm_head.data_ptr()
+        self._embed_tokens = embed_tokens.detach().to(self.device, self.autocast_dtype, copy=True)
+        self._lm_head = (
+            self._embed_tokens if is_tied else lm_head.detach().to(self.device, self.autocast_dtype, copy=True)
+        )
+        self._draft_head = self._lm_head[self.drafter.draft_token_ids]
+        if self._parameters_are_finite():
+            self._last_good = {name: tensor.clone() for name, tensor in self.drafter.named_parameters()}
+
+    def step(self) -> dict[str, float] | None:
+        """
+        One optimiser step on one packed batch.
+
+        Returns:
+            `dict[str, float]` or `None`: metrics of the batch; only `dropped_batches` when it was dropped because its
+            loss or gradient was not finite (the weights are then as before); `None` when there is nothing to train on.
+        """
+        self._check_target()
+        samples = self.buffer.sample_batch(self.max_tokens_per_step, self.generator)
+        if not samples:
+            return None
+        batch = pack([crop(sample, self.max_tokens_per_step, self.generator) for sample in samples])
+        if len(batch.rows(0)) == 0:
+            return None
+        loss, metrics = self._loss(batch.to(self.device))
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        grad_norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.max_grad_norm)
+        if not torch.isfinite(loss + grad_norm):
+            return self._drop_batch()
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate * min(1.0, (self.steps + 1) / max(1, self.warmup_steps))
+        self.optimizer.step()
+        self.steps += 1
+        self.tokens_trained += batch.num_tokens
+        return metrics | {"grad_norm": grad_norm.item(), "tokens": float(batch.num_tokens)}
+
+    def train_for(self, seconds_budget: float, stop: Callable[[], bool] = _never) -> dict[str, float]:
+        """
+        Train until the time is up, `stop()` is true or there is nothing to train on.
+
+        A step is begun only when the running estimate of its time still fits, so the budget is exceeded by at most one
+        step. The first step of all has no estimate and is always begun.
+
+        Returns:
+            `dict[str, float]`: `steps`, `seconds`, `tokens` of this call, and the mean of the steps' other metrics.
+        """
+        start = time.perf_counter()
+        sums: dict[str, float] = defaultdict(float)
+        steps = tokens = 0.0
+        while not stop():
+            began = time.perf_counter()
+            if began - start + (self._step_seconds or 0.0) > seconds_budget:
+                break
+            metrics = self.step()
+            if metrics is None:
+                break
+            self._update_step_seconds(time.perf_counter() - began)
+            if "loss" not in metrics:
+                continue
+            steps += 1
+            tokens += metrics.pop("tokens")
+            for name, value in metrics.items():
+                sums[name] += value
+        means = {name: value / steps for name, value in sums.items()}
+        return means | {"steps": steps, "seconds": time.perf_counter() - start, "tokens": tokens}
+
+    def evaluate(self, samples: Sequence[FeatureSample]) -> dict[str, float]:
+        """Loss and expected acceptance against the policy's *whole* vocabulary, see [`evaluate_drafter`]."""
+        self._check_target()
+        with self._autocast():
+            return evaluate_drafter(
+                self.drafter,
+                [crop(sample, self.max_tokens_per_step, torch.Generator().manual_seed(0)) for sample in samples],
+                self._embed_tokens,
+                self._lm_head,
+                num_steps=self.unroll_steps,
+                temperature=self.temperature,
+                max_tokens=self.max_tokens_per_step,
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Optimiser, counters and generator. The weights are saved by [`~tlt_trl.drafter.checkpoint.save_drafter`]."""
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "generator": self.generator.get_state(),
+            "steps": self.steps,
+            "tokens_trained": self.tokens_trained,
+            "dropped_batches": self.dropped_batches,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.generator.set_state(state["generator"])
+        self.steps = state["steps"]
+        self.tokens_trained = state["tokens_trained"]
+        self.dropped_batches = state["dropped_batches"]
+
+    def _loss(self, batch: PackedBatch) -> tuple[Tensor, dict[str, float]]:
+        """Loss of one packed batch and its metrics."""
+        rows = [batch.rows(step) for step in range(self.unroll_steps)]
+        counts = [len(step_rows) for step_rows in rows]
+        decays = [self.loss_decay**step if count else 0.0 for step, count in enumerate(counts)]
+        with self._autocast():
+            hidden = torch.cat(unroll(self.drafter, batch, self._embed_tokens, self.unroll_steps))
+            loss, row_losses, accepted = soft_cross_entropy(
+                self.drafter.norm(hidden),
+                self.drafter.lm_head.weight,
+                Teacher(batch.last_hidden_state, self._draft_head, self.temperature),
+                # Row t of step j predicts token t + 2 + j, whose distribution is the policy's after token t + 1 + j.
+                positions=torch.cat([step_rows + 1 + step for step, step_rows in enumerate(rows)]),
+                row_weights=torch.cat(
+                    [
+                        torch.full((count,), decay / (max(1, count) * sum(decays)), device=self.device)
+                        for count, decay in zip(counts, decays, strict=True)
+                    ]
+                ),
+            )
+        return loss, _step_metrics(loss, rows, row_losses.split(counts), accepted.split(counts))
+
+    def _drop_batch(self) -> dict[str, float]:
+        self.optimizer.zero_grad(set_to_none=True)
+        self.dropped_batches += 1
+        if not self._parameters_are_finite():
+            with torch.no_grad():
+                for name, parameter in self.drafter.named_parameters():
+                    parameter.copy_(self._last_good[name])
+            self.optimizer.state.clear()
+        logger.warning(
+            "The drafter's loss was not finite: batch %d was dropped and the weights are the last good ones.",
+            self.dropped_batches,
+        )
+        return {"dropped_batches": float(self.dropped_batches)}
+
+    def _parameters_are_finite(self) -> bool:
+        return all(bool(torch.isfinite(parameter).all()) for parameter in self.drafter.parameters())
+
+    def _update_step_seconds(self, seconds: float) -> None:
+        self._step_seconds = seconds if self._step_seconds is None else 0.7 * self._step_seconds + 0.3 * seconds
+
+    def _autocast(self) -> torch.autocast:
+        enabled = self.autocast_dtype != torch.float32
+        return torch.autocast(self.device.type, dtype=self.autocast_dtype, enabled=enabled)
+
+    def _check_target(self) -> None:
+        if self._embed_tokens is None:
+            raise RuntimeError("DrafterTrainer has no policy to learn from: call `set_target` before the first step.")
+
+
+def _check_positive(**values: float) -> None:
+    for name, value in values.items():
+        if not value > 0:
+            raise ValueError(f"{name}={value} must be greater than 0.")
+
+
+def _step_metrics(
+    loss: Tensor, rows: Sequence[Tensor], losses: Sequence[Tensor], accepted: Sequence[Tensor]
+) -> dict[str, float]:
+    """`loss`, per draft step `loss_i` and `acceptance_i` (within the draft vocabulary), `acceptance_length`."""
+    metrics = {"loss": loss.item()}
+    for step, (step_losses, step_accepted) in enumerate(zip(losses, accepted, strict=True), start=1):
+        if len(step_losses) > 0:
+            metrics[f"loss_{step}"] = step_losses.mean().item()
+            metrics[f"acceptance_{step}"] = step_accepted.mean().item()
+    # Only rows that are trained in every step can be followed along the draft.
+    chains = [values[torch.searchsorted(r, rows[-1])] for r, values in zip(rows, accepted, strict=True)]
+    metrics["acceptance_length"] = simulated_acceptance_length(torch.stack(chains, dim=1))
+    return metrics
