@@ -1,0 +1,99 @@
+"""
+Repairs of vLLM's CPU backend, loaded in every engine process through the `vllm.general_plugins` entry point.
+
+Each repair names the fault, is skipped when the installed vLLM no longer shows it, and has a test that fails without
+it (tests/generation/test_cpu_backend.py). `TLT_TRL_SKIP_CPU_REPAIRS=1` leaves the backend as it is; it exists so that
+tests can prove that the faults are caught, never for training.
+"""
+
+import functools
+import logging
+import os
+
+import torch
+
+
+logger = logging.getLogger(__name__)
+
+SKIP_VARIABLE = "TLT_TRL_SKIP_CPU_REPAIRS"
+
+
+def register() -> None:
+    """Entry point of the `vllm.general_plugins` group; a no-op on every platform but CPU. May run more than once."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu() or os.environ.get(SKIP_VARIABLE) == "1":
+        return
+    current_platform.import_kernels()  # the check below calls the C++ kernel
+    repair_expand_kernel()
+    register_kernel_overrides_once()
+
+
+def expand_kernel(
+    output: torch.Tensor,
+    input_val: torch.Tensor,
+    cu_num_tokens: torch.Tensor,
+    replace_from: float,
+    replace_to: float,
+    MAX_NUM_TOKENS: int | None = None,
+) -> None:
+    """
+    Repeats one value per request for each of its draft tokens, in place.
+
+    The parameter names are those of vLLM's Triton kernel, which the dispatcher matches by name.
+
+    Args:
+        output (`torch.Tensor`):
+            Written in place, shape (num_tokens,).
+        input_val (`torch.Tensor`):
+            One value per request, shape (batch_size,).
+        cu_num_tokens (`torch.Tensor`):
+            Cumulative number of draft tokens, shape (batch_size,).
+        replace_from (`float`):
+            Value to replace.
+        replace_to (`float`):
+            Value that stands in for `replace_from`.
+        MAX_NUM_TOKENS (`int`, *optional*):
+            Block size of the Triton kernel; meaningless here.
+    """
+    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+    expanded = input_val.repeat_interleave(counts)
+    output.copy_(expanded.masked_fill(expanded == replace_from, replace_to))
+
+
+def repair_expand_kernel() -> None:
+    """
+    Replaces `_expand_kernel_impl`, which writes its result into a temporary.
+
+    vLLM 0.31.0 converts a float (or int32) output to a new int64 tensor and lets the kernel fill that one, so
+    `expand_batch_to_tokens` returns uninitialised memory for temperature, top_p and top_k: at temperature > 0 the
+    sampled distribution is wrong and next to nothing is accepted.
+    """
+    from vllm.utils import cpu_triton_utils
+
+    if cpu_triton_utils._expand_kernel_impl is expand_kernel or expand_works(cpu_triton_utils._expand_kernel_impl):
+        return
+    cpu_triton_utils._expand_kernel_impl = expand_kernel
+
+
+def expand_works(kernel) -> bool:
+    """Whether `kernel` expands a float tensor as vLLM's rejection sampler needs it."""
+    # shape: (3,); NaN can not survive a working kernel
+    output = torch.full((3,), float("nan"))
+    kernel(output, torch.tensor([0.5, 0.0]), torch.tensor([1, 3], dtype=torch.int32), 0, 1)
+    return output.tolist() == [0.5, 1.0, 1.0]
+
+
+def register_kernel_overrides_once() -> None:
+    """
+    Makes `CpuPlatform.register_triton_kernel_overrides` idempotent.
+
+    Every worker calls it. The second engine of a process would wrap the wrappers of the first, and after an n-gram
+    engine the call fails because the names no longer resolve to the kernels that the registry expects.
+    """
+    from vllm.platforms.cpu import CpuPlatform
+
+    original = CpuPlatform.register_triton_kernel_overrides
+    if isinstance(original, functools._lru_cache_wrapper):
+        return
+    CpuPlatform.register_triton_kernel_overrides = staticmethod(functools.lru_cache(maxsize=1)(original))

@@ -1,0 +1,385 @@
+"""
+The only module that touches vLLM's private attributes.
+
+It drives an in-process vLLM V1 engine (what TRL's colocate mode builds) one step at a time, lets the caller decide the
+number of draft tokens of every step, reports what the step did, and pushes policy and drafter weights with a read-back.
+Everything private that it needs is looked up once, at start-up; when vLLM is not what this module was written against,
+the error says so and names the supported versions.
+"""
+
+import operator
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from packaging.specifiers import SpecifierSet
+
+from .read_back import Fingerprint, compare_fingerprints, fingerprint_of_module, fingerprint_of_weight
+
+
+if TYPE_CHECKING:
+    from vllm import LLM, RequestOutput
+
+
+SUPPORTED_VLLM = SpecifierSet(">=0.31,<0.32")
+
+
+class UnsupportedEngineError(RuntimeError):
+    """The vLLM engine is not one that this package knows how to drive."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStep:
+    """
+    What one engine step did.
+
+    A step verifies the draft tokens that the step before it proposed, and proposes those of the next one; the two
+    numbers differ in the step in which the strategy changes.
+
+    Attributes:
+        batch_size (`int`):
+            Requests that ran in this step.
+        num_verified (`int`):
+            Draft tokens per request that this step verified (the largest over its requests).
+        num_proposed (`int`):
+            Draft tokens per request that this step proposed for the next one.
+        drafts (`int`):
+            Requests that had draft tokens verified.
+        draft_tokens (`int`):
+            Draft tokens verified, summed over requests.
+        accepted_by_position (`tuple[int, ...]`):
+            Number of requests whose draft token at that position was accepted, one entry per position.
+        emitted_tokens (`int`):
+            Tokens sampled: accepted draft tokens plus one for each request that sampled.
+        context_tokens (`int`):
+            Tokens in the KV cache of the requests of this step before it ran.
+        has_prefill (`bool`):
+            Whether a request was in its prompt (such a step costs more and tells nothing about decoding).
+        seconds (`float`):
+            Wall-clock time of the step.
+    """
+
+    batch_size: int
+    num_verified: int
+    num_proposed: int
+    drafts: int
+    draft_tokens: int
+    accepted_by_position: tuple[int, ...]
+    emitted_tokens: int
+    context_tokens: int
+    has_prefill: bool
+    seconds: float
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether drafting and verification of this step belong to the same number of draft tokens, without prefill."""
+        return not self.has_prefill and self.num_verified == self.num_proposed
+
+
+class DraftLengthSchedule:
+    """
+    Stands in for vLLM's `dynamic_sd_lookup` list, which the scheduler indexes by batch size in every step.
+
+    Being asked by the scheduler itself, at the moment it knows the batch of this very step, is what makes the choice
+    exact: a table written before the step has to guess which waiting requests the step will admit.
+    """
+
+    def __init__(self, max_draft_tokens: int):
+        self.max_draft_tokens = max_draft_tokens
+        self.choose: Callable[[int], int] = lambda batch_size: max_draft_tokens
+        self.context_tokens = 0
+
+    def __getitem__(self, batch_size: int) -> int:
+        num_draft_tokens = self.choose(batch_size)
+        if not 0 <= num_draft_tokens <= self.max_draft_tokens:
+            raise ValueError(
+                f"The strategy asks for {num_draft_tokens} draft tokens, but the engine was built for 0 to "
+                f"{self.max_draft_tokens}. Raise `num_draft_tokens` in the config or drop that strategy."
+            )
+        return num_draft_tokens
+
+
+def check_vllm_version() -> None:
+    """Raises [`UnsupportedEngineError`] unless the installed vLLM is one that was tested."""
+    import vllm
+
+    if not SUPPORTED_VLLM.contains(vllm.__version__.split("+")[0], prereleases=True):
+        raise UnsupportedEngineError(
+            f"vLLM {vllm.__version__} is installed, but speculative rollouts were tested with vllm{SUPPORTED_VLLM} "
+            "only. Install a version in that range, or use TRL's GRPOTrainer, which runs without speculation."
+        )
+
+
+class RolloutEngine:
+    """
+    Drives one in-process vLLM engine with speculative decoding.
+
+    Args:
+        llm (`vllm.LLM`):
+            Engine built in this process (`distributed_executor_backend="external_launcher"`), with or without a
+            `speculative_config`.
+
+    Raises:
+        [`UnsupportedEngineError`]: If the engine runs in another process, uses a model runner that is not known here,
+        or lacks an attribute that this module needs.
+    """
+
+    def __init__(self, llm: "LLM"):
+        check_vllm_version()
+        self.llm = llm
+        self._llm_engine = llm.llm_engine
+        core = self._require("llm_engine.engine_core.engine_core")
+        self._scheduler = self._require("scheduler", core)
+        self._worker = self._require("model_executor.driver_worker.worker", core)
+        self._runner = self._require("model_runner", self._worker)
+        self._require_known_runner()
+        self.speculative_config = self._require("vllm_config.speculative_config", self._runner)
+        self._proposer = self._runner.drafter if self.speculative_config is not None else None
+        self._last_step: EngineStep | None = None
+        self._step_facts: dict[str, Any] = {}
+        self._observe_scheduler()
+        self.schedule: DraftLengthSchedule | None = None
+        if self.speculative_config is not None:
+            self._require("dynamic_sd_lookup", self._scheduler)
+            self.schedule = DraftLengthSchedule(self.speculative_config.num_speculative_tokens)
+            self._scheduler.dynamic_sd_lookup = self.schedule
+
+    # ---- start-up checks -------------------------------------------------------------------------------------------
+
+    def _require(self, path: str, start: Any = None) -> Any:
+        start = self.llm if start is None else start
+        try:
+            return operator.attrgetter(path)(start)
+        except AttributeError as error:
+            raise UnsupportedEngineError(
+                f"`{path}` was not found on {type(start).__name__}. This package drives vllm{SUPPORTED_VLLM} built in "
+                "the training process (TRL's `vllm_mode='colocate'`); another version or a multi-process engine looks "
+                "different inside."
+            ) from error
+
+    def _require_known_runner(self) -> None:
+        from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+        # The V2 runner (vllm.v1.worker.gpu.model_runner) keeps its draft tokens and its weights elsewhere.
+        if not isinstance(self._runner, GPUModelRunner):
+            raise UnsupportedEngineError(
+                f"vLLM uses the model runner {type(self._runner).__module__}.{type(self._runner).__name__}, which is not "
+                "supported. Set VLLM_USE_V2_MODEL_RUNNER=0 before the trainer is built."
+            )
+
+    @property
+    def is_cpu(self) -> bool:
+        return self._runner.device.type == "cpu"
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        return self._worker.vllm_config.parallel_config.tensor_parallel_size
+
+    @property
+    def max_num_seqs(self) -> int:
+        return self._worker.vllm_config.scheduler_config.max_num_seqs
+
+    # ---- stepping --------------------------------------------------------------------------------------------------
+
+    def _observe_scheduler(self) -> None:
+        """
+        Wraps `scheduler.update_from_output`, where a step's schedule and its sampled tokens meet.
+
+        vLLM's own `SpecDecodingStats` cannot be used: `make_spec_decoding_stats` returns None for a request without
+        draft tokens and with it drops what was counted for the requests before it.
+        """
+        update_from_output = self._require("update_from_output", self._scheduler)
+
+        def observed(scheduler_output, model_runner_output):
+            self._step_facts = self._read_step(scheduler_output, model_runner_output)
+            return update_from_output(scheduler_output, model_runner_output)
+
+        self._scheduler.update_from_output = observed
+
+    def _read_step(self, scheduler_output, model_runner_output) -> dict[str, Any]:
+        sampled = model_runner_output.sampled_token_ids
+        row = model_runner_output.req_id_to_index
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        scheduled = scheduler_output.num_scheduled_tokens
+        accepted = [0] * max((len(tokens) for tokens in drafts.values()), default=0)
+        for request_id in drafts:
+            for position in range(min(len(sampled[row[request_id]]) - 1, len(accepted))):
+                accepted[position] += 1
+        return {
+            "batch_size": len(scheduled),
+            "num_verified": len(accepted),
+            "num_proposed": scheduler_output.num_spec_tokens_to_schedule,
+            "drafts": len(drafts),
+            "draft_tokens": sum(len(tokens) for tokens in drafts.values()),
+            "accepted_by_position": tuple(accepted),
+            "emitted_tokens": sum(len(tokens) for tokens in sampled),
+            "context_tokens": sum(scheduler_output.scheduled_cached_reqs.num_computed_tokens),
+            "has_prefill": any(
+                num_tokens != 1 + len(drafts.get(request_id, ())) for request_id, num_tokens in scheduled.items()
+            ),
+        }
+
+    def has_unfinished_requests(self) -> bool:
+        return self._llm_engine.has_unfinished_requests()
+
+    def num_unfinished_requests(self) -> int:
+        return self._llm_engine.get_num_unfinished_requests()
+
+    def step(self) -> tuple[list["RequestOutput"], EngineStep | None]:
+        """
+        Runs one engine step.
+
+        Returns:
+            `tuple[list[RequestOutput], EngineStep | None]`: The request outputs of the step and what it did; `None`
+            when nothing ran (an asynchronous scheduler returns its first output one step later).
+        """
+        self._step_facts = {}
+        started = time.perf_counter()
+        outputs = self._llm_engine.step()
+        seconds = time.perf_counter() - started
+        if not self._step_facts or not self._step_facts["batch_size"]:
+            return outputs, None
+        return outputs, EngineStep(seconds=seconds, **self._step_facts)
+
+    def set_probabilistic_drafts(self, probabilistic: bool) -> None:
+        """
+        Switches between greedy and probabilistic draft sampling, effective from the next proposal.
+
+        Both are lossless: the proposer hands its probabilities to the rejection sampler only in the second mode.
+        """
+        self._proposer._enable_probabilistic_draft_probs = probabilistic
+
+    # ---- weights ---------------------------------------------------------------------------------------------------
+
+    def push_target(self, weights: Iterable[tuple[str, torch.Tensor]], verify: bool = True) -> None:
+        """
+        Loads the policy's weights into the engine, then reads them back.
+
+        Args:
+            weights (`Iterable[tuple[str, torch.Tensor]]`):
+                Names in checkpoint form and full tensors, one at a time (gathering one may be a collective).
+            verify (`bool`, *optional*, defaults to `True`):
+                Compare what the engine now holds with what was pushed.
+
+        Raises:
+            `RuntimeError`: If a weight in the engine differs from the one pushed.
+        """
+        from vllm.config import set_current_vllm_config
+
+        fingerprints: dict[str, Fingerprint] = {}
+
+        def observed():
+            for name, tensor in weights:
+                if verify:
+                    fingerprints[name] = fingerprint_of_weight(tensor, self._target_dtype)
+                yield name, tensor
+            # A tied head is not among the weights, but the engine may multiply by a copy of its own.
+            if verify and "lm_head.weight" not in fingerprints and "model.embed_tokens.weight" in fingerprints:
+                fingerprints["lm_head.weight"] = fingerprints["model.embed_tokens.weight"]
+
+        model = self._runner.model
+        with set_current_vllm_config(self._worker.vllm_config), torch.no_grad():
+            if self.is_cpu:
+                # The CPU backend packs linear weights and drops their loaders: only the layerwise reload rebuilds them.
+                self._runner.reload_weights(weights_iterator=observed())
+                self._repack_tied_head(model)
+            else:
+                for name, tensor in observed():
+                    model.load_weights([(name, tensor)])
+        self._check_read_back("policy", self.target_module(), fingerprints)
+
+    @staticmethod
+    def _repack_tied_head(model: torch.nn.Module) -> None:
+        """
+        Packs a tied head anew from the embedding that was just loaded.
+
+        vLLM's CPU backend multiplies by a packed copy of the head. The layerwise reload refreshes that copy only for
+        layers whose own weights it loads; a tied head has none, so the engine would keep sampling with the head of the
+        checkpoint while everything below it is new.
+        """
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+        for module in model.modules():
+            if isinstance(module, ParallelLMHead):
+                module.quant_method.process_weights_after_loading(module)
+
+    def push_drafter(self, weights: Iterable[tuple[str, torch.Tensor]], verify: bool = True) -> None:
+        """
+        Loads the drafter's weights into the engine, then reads them back.
+
+        The drafter shares the policy's embedding inside the engine, so an `embed_tokens` among the weights is refused:
+        loading it would overwrite the policy's (a fault of TLT's public code, which broke losslessness).
+
+        Args:
+            weights (`Iterable[tuple[str, torch.Tensor]]`):
+                Names in the EAGLE-3 checkpoint layout and tensors.
+            verify (`bool`, *optional*, defaults to `True`):
+                Compare what the engine now holds with what was pushed.
+        """
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+        weights = list(weights)
+        if shared := [name for name, _ in weights if "embed_tokens" in name]:
+            raise ValueError(f"The drafter shares the policy's embedding; refusing to load {shared} over it.")
+        model = self.drafter_module()
+        with set_current_vllm_config(self._worker.vllm_config), torch.no_grad():
+            if self.is_cpu:
+                initialize_layerwise_reload(model)
+                model.load_weights(weights)
+                finalize_layerwise_reload(model, self.speculative_config.draft_model_config)
+            else:
+                model.load_weights(weights)
+        if verify:
+            dtype = self.speculative_config.draft_model_config.dtype
+            fingerprints = {
+                name.replace("midlayer.", "layers.0."): fingerprint_of_weight(tensor, dtype)
+                for name, tensor in weights
+                if tensor.is_floating_point()
+            }
+            self._check_read_back("drafter", model, fingerprints)
+
+    def _check_read_back(self, what: str, model: torch.nn.Module, pushed: dict[str, Fingerprint]) -> None:
+        # A tensor-parallel rank holds slices of what was pushed; slices are not compared.
+        if self.tensor_parallel_size > 1 or not pushed:
+            return
+        with torch.no_grad():
+            mismatches = compare_fingerprints(
+                pushed, lambda name, shape: fingerprint_of_module(model, name, shape, self._multiply)
+            )
+        if mismatches:
+            raise RuntimeError(
+                f"After the weight sync the engine's {what} differs from the one pushed in {len(mismatches)} tensors, "
+                f"first {mismatches[0]}. The rollouts would not come from the policy being trained. Please report this "
+                "with the vLLM version and the model's name."
+            )
+
+    @staticmethod
+    def _multiply(module: torch.nn.Module, row: torch.Tensor) -> torch.Tensor | None:
+        """`row` of shape (1, in_features) times a layer's weight, through the kernel and the copy that decoding uses."""
+        from vllm.model_executor.layers.linear import LinearBase
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+        if not isinstance(module, LinearBase | ParallelLMHead):
+            return None
+        row = row.to(module.weight.device, module.weight.dtype)
+        return module.quant_method.apply(module, row, None)
+
+    @property
+    def _target_dtype(self) -> torch.dtype:
+        return self._worker.vllm_config.model_config.dtype
+
+    def target_module(self) -> torch.nn.Module:
+        return self._runner.get_model()
+
+    def drafter_module(self) -> torch.nn.Module:
+        return self._proposer.model
+
+    def target_embedding(self) -> torch.Tensor:
+        """The engine's own embedding of the policy, shape (vocab_size, hidden_size); the drafter shares it."""
+        return self.target_module().model.embed_tokens.weight
+
+    def drafter_embedding(self) -> torch.Tensor:
+        return self.drafter_module().model.embed_tokens.weight

@@ -1,0 +1,136 @@
+"""Steps the engine until every sample is finished, asks the selector before each step, and tells it what happened."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from .engine import EngineStep, RolloutEngine
+
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput
+
+    from ..strategy import Strategy
+
+
+@dataclass(slots=True)
+class RolloutStats:
+    """
+    Sums over the engine steps of one or several rollouts; all of them add up across ranks.
+
+    Attributes:
+        steps (`int`):
+            Engine steps.
+        speculative_steps (`int`):
+            Steps that verified draft tokens.
+        seconds (`float`):
+            Wall-clock time spent in engine steps.
+        emitted_tokens (`int`):
+            Completion tokens sampled.
+        drafts (`int`):
+            Requests that had draft tokens verified, summed over steps.
+        draft_tokens (`int`):
+            Draft tokens verified.
+        accepted_by_position (`list[int]`):
+            Accepted draft tokens by position.
+    """
+
+    steps: int = 0
+    speculative_steps: int = 0
+    seconds: float = 0.0
+    emitted_tokens: int = 0
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_by_position: list[int] = field(default_factory=list)
+
+    def add_step(self, step: EngineStep) -> None:
+        self.steps += 1
+        self.seconds += step.seconds
+        self.emitted_tokens += step.emitted_tokens
+        if not step.draft_tokens:
+            return
+        self.speculative_steps += 1
+        self.draft_tokens += step.draft_tokens
+        self.drafts += step.drafts
+        missing = len(step.accepted_by_position) - len(self.accepted_by_position)
+        self.accepted_by_position += [0] * missing
+        for position, accepted in enumerate(step.accepted_by_position):
+            self.accepted_by_position[position] += accepted
+
+    @property
+    def accepted_tokens(self) -> int:
+        return sum(self.accepted_by_position)
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens emitted per verification of one request: accepted draft tokens plus one; 1.0 without drafts."""
+        return 1.0 + self.accepted_tokens / self.drafts if self.drafts else 1.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.emitted_tokens / self.seconds if self.seconds else 0.0
+
+
+class RolloutLoop:
+    """
+    Runs the engine until all requests are finished.
+
+    Args:
+        engine ([`RolloutEngine`]):
+            Engine with a drafter.
+        selector (`Selector`):
+            Chooses the [`~tlt_trl.strategy.Strategy`] for a batch size: `select(batch_size, context_tokens)` and
+            `update(strategy, batch_size, emitted_tokens, seconds, ...)`.
+    """
+
+    def __init__(self, engine: RolloutEngine, selector):
+        self.engine = engine
+        self.selector = selector
+        self.learning = True  # evaluation rollouts use the selector's choices but teach it nothing
+        self.stats = RolloutStats()
+        self.steps_by_strategy: dict[str, int] = {}
+        self._chosen: Strategy | None = None
+        self._context_tokens = 0
+        engine.schedule.choose = self._choose
+
+    def _choose(self, batch_size: int) -> int:
+        """Called by the engine's scheduler in every step, with the number of requests that this step runs."""
+        self._chosen = self.selector.select(batch_size, self._context_tokens)
+        self.engine.set_probabilistic_drafts(self._chosen.draft_sampling == "probabilistic")
+        return self._chosen.num_draft_tokens
+
+    def run(self) -> list["RequestOutput"]:
+        """
+        Returns:
+            `list[RequestOutput]`: The finished requests in the order in which they were added.
+        """
+        if self.learning:
+            self.selector.start_rollout()
+        finished = []
+        while self.engine.has_unfinished_requests():
+            outputs, step = self.engine.step()
+            finished += [output for output in outputs if output.finished]
+            if step is not None:
+                self._observe(step)
+        return sorted(finished, key=lambda output: int(output.request_id))
+
+    def _observe(self, step: EngineStep) -> None:
+        self.stats.add_step(step)
+        strategy = self._chosen
+        self.steps_by_strategy[str(strategy)] = self.steps_by_strategy.get(str(strategy), 0) + 1
+        self._context_tokens = step.context_tokens
+        # The tokens of a step come from the drafts of the one before: where the two strategies differ, its seconds and
+        # its tokens belong to different choices, and a selector that learnt from it would be misled.
+        if self.learning and step.is_steady:
+            self.selector.update(
+                strategy,
+                step.batch_size,
+                step.emitted_tokens,
+                step.seconds,
+                context_tokens=step.context_tokens,
+                accepted_by_position=step.accepted_by_position,
+            )
+
+    def pop_stats(self) -> RolloutStats:
+        """Returns the statistics since the last call and starts new ones."""
+        stats, self.stats = self.stats, RolloutStats()
+        return stats

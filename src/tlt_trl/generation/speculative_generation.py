@@ -1,0 +1,156 @@
+"""TRL's vLLM generation with speculative decoding, a step loop of our own, and a drafter that is kept in sync."""
+
+import functools
+import logging
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import PreTrainedModel
+from trl.generation import vllm_generation
+from trl.generation.vllm_generation import VLLMGeneration, empty_cache
+
+from .engine import RolloutEngine, check_vllm_version
+from .rollout_loop import RolloutLoop
+
+
+if TYPE_CHECKING:
+    from ..drafter import Drafter
+    from ..tlt_grpo_config import TLTGRPOConfig
+
+
+logger = logging.getLogger(__name__)
+
+
+class SpeculativeVLLMGeneration(VLLMGeneration):
+    """
+    Colocated vLLM generation with speculative decoding; in server mode it is TRL's class unchanged.
+
+    Only three things differ from [`~trl.generation.vllm_generation.VLLMGeneration`]: the engine is built with a
+    `speculative_config`, `llm.generate` runs [`RolloutLoop`] instead of one blocking call, and `sync_weights` pushes
+    policy and drafter together and reads them back. TRL's `generate` is used as it is, so that tensor parallelism,
+    images, structured outputs and sleep mode keep their one implementation.
+
+    Args:
+        args ([`TLTGRPOConfig`]):
+            Configuration of the trainer.
+        build_drafter (`Callable[[PreTrainedModel], Drafter]`):
+            Makes the drafter for the policy. Called once, before the engine is built.
+        make_selector (`Callable[[int], Selector]`):
+            Makes the strategy selector for a largest batch size.
+        **kwargs:
+            Arguments of [`~trl.generation.vllm_generation.VLLMGeneration`].
+    """
+
+    def __init__(
+        self,
+        *,
+        args: "TLTGRPOConfig",
+        build_drafter: "Callable[[PreTrainedModel], Drafter]",
+        make_selector: Callable[[int], object],
+        **kwargs,
+    ):
+        self.args = args
+        self._build_drafter = build_drafter
+        self._make_selector = make_selector
+        self.drafter: Drafter | None = None
+        self.engine: RolloutEngine | None = None
+        self.rollout_loop: RolloutLoop | None = None
+        # Copies of the policy's embedding and head, taken at every sync: what the drafter trains against.
+        self.policy_embedding: torch.Tensor | None = None
+        self.policy_lm_head: torch.Tensor | None = None
+        self.sync_seconds = 0.0
+        super().__init__(**kwargs)
+
+    def _init_vllm(self):
+        if self.mode != "colocate":
+            return super()._init_vllm()
+
+        check_vllm_version()
+        self.drafter = self._build_drafter(self.model)
+        with tempfile.TemporaryDirectory(prefix="tlt-trl-drafter-") as drafter_dir:
+            self.drafter.save_pretrained(drafter_dir)
+            # TRL builds `LLM(...)` with a fixed keyword list and no hook for more, see
+            # https://github.com/huggingface/trl/pull/5605, which covers server mode only.
+            original_llm = vllm_generation.LLM
+            vllm_generation.LLM = functools.partial(
+                make_rollout_llm_class(original_llm),
+                speculative_config=self._speculative_config(drafter_dir),
+                # Without statistics the scheduler counts no drafts.
+                disable_log_stats=False,
+                **(self.args.vllm_engine_kwargs or {}),
+            )
+            try:
+                super()._init_vllm()
+            finally:
+                vllm_generation.LLM = original_llm
+        self.engine = RolloutEngine(self.llm)
+        self.rollout_loop = RolloutLoop(self.engine, self._make_selector(self.engine.max_num_seqs))
+        self.llm.rollout_loop = self.rollout_loop
+
+    def _speculative_config(self, drafter_dir: str) -> dict:
+        num_draft_tokens = self.args.max_num_draft_tokens
+        return {
+            "method": "eagle3",
+            "model": drafter_dir,
+            "num_speculative_tokens": num_draft_tokens,
+            # Any table makes the scheduler ask for a length in every step; RolloutEngine puts itself in its place.
+            "num_speculative_tokens_per_batch_size": [(1, self.max_num_seqs, num_draft_tokens)],
+            "draft_sample_method": self.args.draft_sampling,
+        }
+
+    def sync_weights(self):
+        """
+        Pushes the policy and the drafter to the engine and reads them back.
+
+        On sharded back ends this is a collective: every rank must call it.
+        """
+        if self.mode != "colocate":
+            return super().sync_weights()
+        started = time.perf_counter()
+        if self.enable_sleep_mode:
+            # See https://github.com/huggingface/trl/issues/5142: weights must be mapped before they are written.
+            empty_cache()
+            self.llm.wake_up(tags=["weights"])
+            self._llm_weights_sleeping = False
+        self.engine.push_target(self._policy_weights(), verify=self.args.verify_weight_sync)
+        # Sleep level 2 discards the drafter's weights too, and silently: text stays right, acceptance falls to 1.0.
+        self.engine.push_drafter(self.drafter.vllm_weights(), verify=self.args.verify_weight_sync)
+        self.llm.reset_prefix_cache()
+        self.sync_seconds += time.perf_counter() - started
+
+    def _policy_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The policy's weights as TRL gathers them, keeping a copy of the embedding and the head on the way."""
+        head = None
+        for name, weight in self._iter_named_params():
+            if name.endswith("embed_tokens.weight"):
+                self.policy_embedding = weight.detach().to(torch.bfloat16, copy=True)
+            elif name.endswith("lm_head.weight"):
+                head = weight.detach().to(torch.bfloat16, copy=True)
+            yield name, weight
+        self.policy_lm_head = self.policy_embedding if head is None else head
+
+    def pop_sync_seconds(self) -> float:
+        """Seconds spent in weight syncs since the last call."""
+        seconds, self.sync_seconds = self.sync_seconds, 0.0
+        return seconds
+
+
+@functools.lru_cache(maxsize=1)
+def make_rollout_llm_class(base):
+    """
+    Subclass of `vllm.LLM` whose `generate` steps the engine through a [`RolloutLoop`].
+
+    It is made on demand so that importing this package does not import vLLM.
+    """
+
+    class RolloutLLM(base):
+        rollout_loop: RolloutLoop | None = None
+
+        def generate(self, prompts, sampling_params=None, *, use_tqdm=False, **kwargs):
+            self.enqueue(prompts, sampling_params, use_tqdm=use_tqdm, **kwargs)
+            return self.rollout_loop.run()
+
+    return RolloutLLM

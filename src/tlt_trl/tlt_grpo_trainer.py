@@ -1,0 +1,352 @@
+import functools
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from transformers import PreTrainedModel
+from trl import GRPOConfig, GRPOTrainer
+from trl.trainer import grpo_trainer
+
+from .drafter import Drafter, DrafterTrainer, FeatureBuffer, FeatureRecorder
+from .drafter.checkpoint import load_drafter, save_drafter
+from .drafter.vocabulary import count_tokens, most_frequent_token_ids
+from .generation.speculative_generation import SpeculativeVLLMGeneration
+from .strategy import Strategy, make_selector
+from .telemetry.metrics import rollout_metrics, rollout_sums
+from .tlt_grpo_config import TLTGRPOConfig
+
+
+logger = logging.getLogger(__name__)
+
+
+class TLTGRPOTrainer(GRPOTrainer):
+    """
+    [`~trl.GRPOTrainer`] whose colocated vLLM engine decodes speculatively, with a drafter that follows the policy.
+
+    A drop-in replacement: the arguments are those of [`~trl.GRPOTrainer`], in the same order, and a plain
+    [`~trl.GRPOConfig`] is accepted. The completions are distributed exactly as the policy's, whatever the drafter is
+    worth. With `use_vllm=False` or `vllm_mode="server"` it is TRL's trainer, and says so at start-up.
+
+    The method was introduced in [Taming the Long-Tail: Efficient Reasoning RL Training with Adaptive
+    Drafter](https://huggingface.co/papers/2511.16665), the choice of the strategy also in [RLHFSpec: Breaking the
+    Efficiency Bottleneck in RLHF Training via Adaptive Drafting](https://huggingface.co/papers/2512.04752).
+
+    Args:
+        model, reward_funcs, args, train_dataset, eval_dataset, ...:
+            As for [`~trl.GRPOTrainer`].
+        drafter ([`Drafter`], *optional*):
+            Drafter to start from, in place of `args.drafter_model_name_or_path`.
+
+    Example:
+
+    ```python
+    from datasets import load_dataset
+    from tlt_trl import TLTGRPOConfig, TLTGRPOTrainer
+    from trl.rewards import accuracy_reward
+
+    trainer = TLTGRPOTrainer(
+        model="Qwen/Qwen2.5-0.5B-Instruct",
+        reward_funcs=accuracy_reward,
+        args=TLTGRPOConfig("output", use_vllm=True, vllm_mode="colocate"),
+        train_dataset=load_dataset("trl-lib/DeepMath-103K", split="train"),
+    )
+    trainer.train()
+    ```
+    """
+
+    _tag_names = ["trl", "grpo", "tlt"]
+    _name = "TLT"
+    _paper = {
+        "title": "Taming the Long-Tail: Efficient Reasoning RL Training with Adaptive Drafter",
+        "id": "2511.16665",
+    }
+
+    # Class-level defaults: TRL's own tests make trainers with `object.__new__`.
+    speculative = False
+    drafter: Drafter | None = None
+    drafter_trainer: DrafterTrainer | None = None
+    feature_buffer: FeatureBuffer | None = None
+    _recorder: FeatureRecorder | None = None
+    _record_next_scoring_pass = False
+    _last_rollout_end_s: float | None = None
+
+    def __init__(
+        self,
+        model,
+        reward_funcs=None,
+        args: GRPOConfig | None = None,
+        train_dataset=None,
+        eval_dataset=None,
+        processing_class=None,
+        reward_processing_classes=None,
+        callbacks=None,
+        optimizers=(None, None),
+        quantization_config=None,
+        peft_config=None,
+        tools=None,
+        rollout_func=None,
+        environment_factory=None,
+        *,
+        drafter: Drafter | None = None,
+    ):
+        if args is None:
+            name = model if isinstance(model, str) else model.config._name_or_path
+            args = TLTGRPOConfig(f"{name.split('/')[-1]}-TLT")
+        args = TLTGRPOConfig.from_grpo_config(args)
+        self._given_drafter = drafter
+        self._text_dataset = train_dataset
+        self.speculative = args.use_vllm and args.vllm_mode == "colocate"
+        if not self.speculative:
+            logger.warning(
+                "Speculative rollouts and drafter training are inactive: they need `use_vllm=True` and "
+                "`vllm_mode='colocate'`. This run is TRL's GRPOTrainer."
+            )
+        with self._speculative_generation(args) if self.speculative else _nothing():
+            super().__init__(
+                model,
+                reward_funcs,
+                args,
+                train_dataset,
+                eval_dataset,
+                processing_class,
+                reward_processing_classes,
+                callbacks,
+                optimizers,
+                quantization_config,
+                peft_config,
+                tools,
+                rollout_func,
+                environment_factory,
+            )
+        del self._given_drafter, self._text_dataset
+        if self.speculative:
+            self.drafter = self.vllm_generation.drafter
+            if args.train_drafter:
+                self._init_drafter_training()
+
+    # ---- construction ----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _speculative_generation(self, args: TLTGRPOConfig) -> Iterator[None]:
+        """
+        Lets `GRPOTrainer.__init__` build our generation class.
+
+        It takes `VLLMGeneration` from its module's globals and offers no hook, so the name is replaced for the time of
+        the call only.
+        """
+        original = grpo_trainer.VLLMGeneration
+        grpo_trainer.VLLMGeneration = functools.partial(
+            SpeculativeVLLMGeneration,
+            args=args,
+            build_drafter=self._build_drafter,
+            make_selector=self._make_selector,
+        )
+        try:
+            yield
+        finally:
+            grpo_trainer.VLLMGeneration = original
+
+    def _build_drafter(self, policy: PreTrainedModel) -> Drafter:
+        args = self.args
+        base = policy.get_base_model() if hasattr(policy, "peft_config") else policy
+        if self._given_drafter is not None:
+            drafter = self._given_drafter
+        elif args.drafter_model_name_or_path is not None:
+            drafter = load_drafter(args.drafter_model_name_or_path, base.config)
+        else:
+            # Under ZeRO-3 the policy is already partitioned here: gather it, read-only, to initialise from it.
+            with self.vllm_generation_gather(base):
+                drafter = Drafter.from_policy(
+                    base,
+                    draft_token_ids=self._draft_token_ids(base.config.vocab_size),
+                    aux_hidden_state_layer_ids=args.drafter_aux_layer_ids,
+                )
+        drafter.check_fits(base.config)
+        return drafter.to(self.accelerator.device, torch.float32)
+
+    @contextmanager
+    def vllm_generation_gather(self, policy: PreTrainedModel) -> Iterator[None]:
+        with self._dist.gather_params(list(policy.parameters())):
+            yield
+
+    def _draft_token_ids(self, vocab_size: int) -> torch.Tensor | None:
+        size = self.args.drafter_vocab_size
+        if size is None:
+            return None
+        if size > vocab_size:
+            raise ValueError(
+                f"`drafter_vocab_size` is {size}, larger than the policy's vocabulary of {vocab_size}. Leave it unset "
+                "to draft over the whole vocabulary."
+            )
+        counts = count_tokens(self._text_dataset, self._tokenizer, vocab_size)
+        return most_frequent_token_ids(counts, size, always=self._tokenizer.all_special_ids)
+
+    def _make_selector(self, max_batch_size: int):
+        args = self.args
+        if args.speculation_selector == "fixed":
+            strategies = [Strategy("eagle3", args.num_draft_tokens, args.draft_sampling)]
+            options = {"activation_threshold": args.speculation_activation_threshold}
+        else:
+            strategies = [Strategy("eagle3", choice, args.draft_sampling) for choice in args.draft_token_choices]
+            options = {}
+        return make_selector(args.speculation_selector, strategies, max_batch_size, seed=args.seed, **options)
+
+    def _init_drafter_training(self) -> None:
+        args = self.args
+        self.feature_buffer = FeatureBuffer(
+            max_tokens=args.feature_buffer_tokens,
+            long_answer_fraction=args.feature_long_answer_fraction,
+            pin_memory=self.accelerator.device.type == "cuda",
+        )
+        self._recorder = FeatureRecorder(
+            self.accelerator.unwrap_model(self.model),
+            self.drafter.config.eagle_aux_hidden_state_layer_ids,
+            self.feature_buffer,
+        )
+        self.drafter_trainer = DrafterTrainer(
+            self.drafter,
+            self.feature_buffer,
+            learning_rate=args.drafter_learning_rate,
+            unroll_steps=args.drafter_unroll_steps,
+            max_tokens_per_step=args.drafter_max_tokens_per_step,
+            max_grad_norm=args.drafter_max_grad_norm,
+            temperature=self.temperature,
+            seed=args.seed + self.accelerator.process_index,
+        )
+
+    # ---- rollout ---------------------------------------------------------------------------------------------------
+
+    def _generate(self, prompts: list):
+        if not self.speculative:
+            return super()._generate(prompts)
+        mode = "train" if self.model.training else "eval"
+        self.vllm_generation.rollout_loop.learning = mode == "train"
+        if mode == "train" and self.drafter_trainer is not None:
+            started = time.perf_counter()
+            with self._before_first_gather(functools.partial(self._train_drafter, started)):
+                output = super()._generate(prompts)
+        else:
+            output = super()._generate(prompts)
+        self._log_rollout(mode)
+        return output
+
+    @contextmanager
+    def _before_first_gather(self, action: Callable[[], None]) -> Iterator[None]:
+        """
+        Runs `action` before the first `accelerator.gather` inside the context.
+
+        That gather is where ranks wait for the last one to finish its rollout. It sits inside `GRPOTrainer._generate`,
+        after tools, environments and `rollout_func`, so wrapping it covers all of them; code around `_generate` would
+        come too late.
+        """
+        gather = self.accelerator.gather
+
+        def act_and_gather(tensor):
+            self.accelerator.gather = gather
+            action()
+            return gather(tensor)
+
+        self.accelerator.gather = act_and_gather
+        try:
+            yield
+        finally:
+            self.accelerator.gather = gather
+
+    def _train_drafter(self, rollout_started_s: float) -> None:
+        """Trains the drafter for at most its share of the time since the last rollout ended."""
+        generation = self.vllm_generation
+        self.drafter_trainer.set_target(generation.policy_embedding, generation.policy_lm_head)
+        now = time.perf_counter()
+        period_s = now - (self._last_rollout_end_s or rollout_started_s)
+        report = self.drafter_trainer.train_for(self.args.drafter_time_budget * period_s)
+        self._last_rollout_end_s = time.perf_counter()
+        self._metrics["train"]["tlt/drafter/seconds"].append(self._last_rollout_end_s - now)
+        self._metrics["train"]["tlt/buffer/tokens"].append(float(self.feature_buffer.num_tokens))
+        for name, value in report.items():
+            self._metrics["train"][f"tlt/drafter/{name}"].append(value)
+
+    def _log_rollout(self, mode: str) -> None:
+        generation = self.vllm_generation
+        sums = rollout_sums(generation.rollout_loop.pop_stats(), self.args.max_num_draft_tokens)
+        sums = self.accelerator.reduce(torch.tensor(sums, device=self.accelerator.device), reduction="sum").tolist()
+        metrics = rollout_metrics(sums, self.accelerator.num_processes)
+        metrics["tlt/sync_seconds"] = generation.pop_sync_seconds()
+        for name, value in metrics.items():
+            self._metrics[mode][name].append(value)
+
+    # ---- features --------------------------------------------------------------------------------------------------
+
+    @property
+    def _has_scoring_pass(self) -> bool:
+        """Whether TRL runs the policy without gradients over every generation (its condition, word for word)."""
+        generate_every = self.args.steps_per_generation * self.num_iterations
+        return self.args.gradient_accumulation_steps % generate_every != 0 or (
+            self.use_vllm and self.vllm_importance_sampling_correction
+        )
+
+    def _generate_and_score_completions(self, inputs):
+        # The scoring pass is the first without gradients after a generation; the reference pass, which for PEFT runs
+        # on the same module with its adapters disabled, is the second and must not be recorded.
+        self._record_next_scoring_pass = self._recorder is not None and self.model.training and self._has_scoring_pass
+        return super()._generate_and_score_completions(inputs)
+
+    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
+        if not self._should_record():
+            return super()._get_per_token_logps_and_entropies(
+                model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
+            )
+        self._record_next_scoring_pass = False
+        prompt_length = input_ids.size(1) - logits_to_keep
+        with self._recorder.recording(input_ids, attention_mask, prompt_length, step=self.state.global_step):
+            return super()._get_per_token_logps_and_entropies(
+                model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
+            )
+
+    def _should_record(self) -> bool:
+        if self._recorder is None or not self.model.training:
+            return False
+        if self._has_scoring_pass:
+            return self._record_next_scoring_pass and not torch.is_grad_enabled()
+        # Without a scoring pass the features come from the loss, in the first of `num_iterations` passes only.
+        generate_every = self.args.steps_per_generation * self.num_iterations
+        return torch.is_grad_enabled() and self._step % generate_every < self.args.steps_per_generation
+
+    # ---- saving ----------------------------------------------------------------------------------------------------
+
+    def save_drafter(self, output_dir: str | None = None) -> str:
+        """
+        Saves the drafter in the EAGLE-3 layout that vLLM and SGLang load as it is.
+
+        Args:
+            output_dir (`str`, *optional*):
+                Folder to write to. Defaults to `drafter` inside `args.output_dir`.
+
+        Returns:
+            `str`: The folder.
+        """
+        output_dir = os.path.join(self.args.output_dir, "drafter") if output_dir is None else output_dir
+        steps = self.drafter_trainer.steps if self.drafter_trainer is not None else 0
+        tokens = self.drafter_trainer.tokens_trained if self.drafter_trainer is not None else 0
+        provenance = {
+            "policy": self.model.config._name_or_path,
+            "policy_steps": self.state.global_step,
+            "drafter_steps": steps,
+            "tokens_trained": tokens,
+        }
+        save_drafter(self.drafter, output_dir, provenance)
+        return output_dir
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False):
+        # Both checkpoints and the final save come through here, on every rank.
+        super().save_model(output_dir, _internal_call)
+        if self.drafter is not None and self.args.should_save:
+            output_dir = self.args.output_dir if output_dir is None else output_dir
+            self.save_drafter(os.path.join(output_dir, "drafter"))
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
