@@ -1,1 +1,21 @@
-"""The drafter: model, features, training, checkpoints."""
+"""The drafter: model, features of the policy, training, checkpoints."""
+
+from .checkpoint import load_drafter, save_drafter
+from .configuration_drafter import DrafterConfig
+from .drafter_trainer import DrafterTrainer
+from .features import FeatureBuffer, FeatureRecorder, FeatureSample
+from .modeling_drafter import Drafter
+from .vocabulary import most_frequent_token_ids
+
+
+__all__ = [
+    "Drafter",
+    "DrafterConfig",
+    "DrafterTrainer",
+    "FeatureBuffer",
+    "FeatureRecorder",
+    "FeatureSample",
+    "load_drafter",
+    "most_frequent_token_ids",
+    "save_drafter",
+]

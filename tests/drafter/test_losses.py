@@ -1,0 +1,59 @@
+import pytest
+import torch
+
+from tlt_trl.drafter import losses
+from tlt_trl.drafter.losses import (
+    Teacher,
+    acceptance,
+    reference_soft_cross_entropy,
+    simulated_acceptance_length,
+    soft_cross_entropy,
+)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("chunk_rows", [1, 7, 1000])
+def test_fast_equals_reference(temperature, chunk_rows, monkeypatch):
+    monkeypatch.setattr(losses, "CHUNK_ELEMENTS", 1)
+    monkeypatch.setattr(losses, "MIN_CHUNK_ROWS", chunk_rows)
+    torch.manual_seed(0)
+    hidden, head = torch.randn(40, 16, requires_grad=True), torch.randn(30, 16, requires_grad=True)
+    teacher = Teacher(torch.randn(12, 16), torch.randn(30, 16), temperature)
+    positions, weights = torch.randint(0, 12, (40,)), torch.rand(40)
+    fast = soft_cross_entropy(hidden, head, teacher, positions, weights)
+    reference = reference_soft_cross_entropy(hidden, head, teacher, positions, weights)
+    for fast_value, reference_value in zip(fast, reference, strict=True):
+        torch.testing.assert_close(fast_value, reference_value, rtol=1e-4, atol=1e-4)
+    fast_grads = torch.autograd.grad(2 * fast[0], (hidden, head))
+    reference_grads = torch.autograd.grad(2 * reference[0], (hidden, head))
+    for fast_grad, reference_grad in zip(fast_grads, reference_grads, strict=True):
+        torch.testing.assert_close(fast_grad, reference_grad, rtol=1e-4, atol=1e-4)
+
+
+def test_gradient_vanishes_at_the_teacher():
+    torch.manual_seed(0)
+    teacher = Teacher(torch.randn(5, 8), torch.randn(11, 8))
+    hidden = teacher.hidden.clone().requires_grad_()
+    loss, row_losses, accepted = soft_cross_entropy(
+        hidden, teacher.head, teacher, torch.arange(5), torch.ones(5)
+    )
+    loss.backward()
+    assert hidden.grad.abs().max() < 1e-5
+    probs = teacher.probs(torch.arange(5))
+    torch.testing.assert_close(row_losses, -(probs * probs.log()).sum(-1))
+    torch.testing.assert_close(accepted, probs.max(dim=-1).values)
+
+
+def test_acceptance_of_greedy_and_sampled_drafts():
+    # policy over 4 tokens, drafter over tokens 1 and 3
+    p = torch.tensor([[0.1, 0.5, 0.2, 0.2]])
+    q = torch.tensor([[0.8, 0.2]])
+    greedy, sampled = acceptance(p, q.log(), torch.tensor([1, 3]), temperature=1.0)
+    assert greedy.item() == pytest.approx(0.5)  # p(argmax q)
+    assert sampled.item() == pytest.approx(0.5 + 0.2)  # sum of min(p, q) = 1 - TV(p, q)
+
+
+def test_simulated_acceptance_length():
+    assert simulated_acceptance_length(torch.tensor([[1.0, 1.0], [1.0, 1.0]])) == 3.0
+    assert simulated_acceptance_length(torch.tensor([[0.5, 0.5], [0.0, 1.0]])) == pytest.approx(1 + 0.25 + 0.125)
+    assert simulated_acceptance_length(torch.empty(0, 3)) == 1.0
