@@ -50,6 +50,7 @@ def make_policy():
             # Biases and norms start at 0 and 1; a test that mixed two of them up would pass.
             if name.endswith("bias") or "norm" in name:
                 parameter.data += 0.2 * torch.randn_like(parameter)
+        policy.model.norm.weight.data *= 4
         return policy.eval()
 
     return make

@@ -167,7 +167,7 @@ class DrafterTrainer:
         Train until the time is up, `stop()` is true or there is nothing to train on.
 
         A step is begun only when the running estimate of its time still fits, so the budget is exceeded by at most one
-        step. The first step of all has no estimate and is always begun.
+        step. The first step of all has no estimate and is begun when there is any budget.
 
         Returns:
             `dict[str, float]`: `steps`, `seconds`, `tokens` of this call, and the mean of the steps' other metrics.

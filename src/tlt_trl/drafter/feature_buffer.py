@@ -162,16 +162,10 @@ class FeatureBuffer:
             self.num_tokens -= victim.sample.num_tokens
 
     def _long_answers(self) -> list[_Entry]:
-        """Samples of earlier steps whose answers are in the longest quarter of all."""
-        if not self._entries:
-            return []
-        lengths = sorted(entry.sample.answer_length for entry in self._entries)
-        threshold = lengths[(3 * len(lengths)) // 4]
-        return [
-            entry
-            for entry in self._entries
-            if entry.sample.step < self.current_step and entry.sample.answer_length >= threshold
-        ]
+        """The quarter of the samples of earlier steps that has the longest answers."""
+        earlier = [entry for entry in self._entries if entry.sample.step < self.current_step]
+        earlier.sort(key=lambda entry: entry.sample.answer_length, reverse=True)
+        return earlier[: (len(earlier) + 3) // 4]
 
     def _least_used(self, entries: list[_Entry], generator: torch.Generator) -> list[_Entry]:
         order = torch.randperm(len(entries), generator=generator).tolist()

@@ -21,7 +21,7 @@ def unroll(drafter: Drafter, batch: PackedBatch, embed_tokens: Tensor, num_steps
         batch ([`PackedBatch`]):
             On the drafter's device.
         embed_tokens (`torch.Tensor` of shape (vocab_size, H)):
-            The policy's embedding.
+            The policy's embedding, in the dtype to compute in.
         num_steps (`int`):
             Number of draft steps.
 
@@ -30,7 +30,7 @@ def unroll(drafter: Drafter, batch: PackedBatch, embed_tokens: Tensor, num_steps
         (rows of that step, H).
     """
     layer, attention = drafter.midlayer, drafter.midlayer.self_attn
-    hidden = drafter.fc(batch.aux_hidden_states)  # shape: [N, H]
+    hidden = drafter.fc(batch.aux_hidden_states.to(embed_tokens.dtype))  # shape: [N, H]
     rotary = drafter.rotary(batch.position_ids, hidden)
     # The last token of a document is paired with a token of the next one. Nothing reads that row.
     inputs = layer.attention_inputs(embed_tokens[batch.input_ids.roll(-1)], hidden)
