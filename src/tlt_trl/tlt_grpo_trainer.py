@@ -3,16 +3,19 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from transformers import PreTrainedModel
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer import grpo_trainer
 
-from .drafter import Drafter, DrafterTrainer, FeatureBuffer, FeatureRecorder
 from .drafter.checkpoint import load_drafter, save_drafter
-from .drafter.vocabulary import count_tokens, most_frequent_token_ids
+from .drafter.dataset_tokens import count_tokens
+from .drafter.drafter_trainer import DrafterTrainer
+from .drafter.features import FeatureBuffer, FeatureRecorder
+from .drafter.modeling_drafter import Drafter
+from .drafter.vocabulary import most_frequent_token_ids
 from .generation.speculative_generation import SpeculativeVLLMGeneration
 from .strategy import Strategy, make_selector
 from .telemetry.metrics import rollout_metrics, rollout_sums
@@ -72,6 +75,7 @@ class TLTGRPOTrainer(GRPOTrainer):
     _recorder: FeatureRecorder | None = None
     _record_next_scoring_pass = False
     _last_rollout_end_s: float | None = None
+    _drafter_credit_s = 0.0
 
     def __init__(
         self,
@@ -104,7 +108,7 @@ class TLTGRPOTrainer(GRPOTrainer):
                 "Speculative rollouts and drafter training are inactive: they need `use_vllm=True` and "
                 "`vllm_mode='colocate'`. This run is TRL's GRPOTrainer."
             )
-        with self._speculative_generation(args) if self.speculative else _nothing():
+        with self._speculative_generation(args) if self.speculative else nullcontext():
             super().__init__(
                 model,
                 reward_funcs,
@@ -157,20 +161,13 @@ class TLTGRPOTrainer(GRPOTrainer):
         elif args.drafter_model_name_or_path is not None:
             drafter = load_drafter(args.drafter_model_name_or_path, base.config)
         else:
-            # Under ZeRO-3 the policy is already partitioned here: gather it, read-only, to initialise from it.
-            with self.vllm_generation_gather(base):
-                drafter = Drafter.from_policy(
-                    base,
-                    draft_token_ids=self._draft_token_ids(base.config.vocab_size),
-                    aux_hidden_state_layer_ids=args.drafter_aux_layer_ids,
-                )
+            drafter = Drafter.from_policy(
+                base,
+                draft_token_ids=self._draft_token_ids(base.config.vocab_size),
+                aux_hidden_state_layer_ids=args.drafter_aux_layer_ids,
+            )
         drafter.check_fits(base.config)
         return drafter.to(self.accelerator.device, torch.float32)
-
-    @contextmanager
-    def vllm_generation_gather(self, policy: PreTrainedModel) -> Iterator[None]:
-        with self._dist.gather_params(list(policy.parameters())):
-            yield
 
     def _draft_token_ids(self, vocab_size: int) -> torch.Tensor | None:
         size = self.args.drafter_vocab_size
@@ -199,7 +196,6 @@ class TLTGRPOTrainer(GRPOTrainer):
         self.feature_buffer = FeatureBuffer(
             max_tokens=args.feature_buffer_tokens,
             long_answer_fraction=args.feature_long_answer_fraction,
-            pin_memory=self.accelerator.device.type == "cuda",
         )
         self._recorder = FeatureRecorder(
             self.accelerator.unwrap_model(self.model),
@@ -225,6 +221,7 @@ class TLTGRPOTrainer(GRPOTrainer):
         mode = "train" if self.model.training else "eval"
         self.vllm_generation.rollout_loop.learning = mode == "train"
         if mode == "train" and self.drafter_trainer is not None:
+            self.feature_buffer.start_step(self.state.global_step)
             started = time.perf_counter()
             with self._before_first_gather(functools.partial(self._train_drafter, started)):
                 output = super()._generate(prompts)
@@ -256,14 +253,20 @@ class TLTGRPOTrainer(GRPOTrainer):
             self.accelerator.gather = gather
 
     def _train_drafter(self, rollout_started_s: float) -> None:
-        """Trains the drafter for at most its share of the time since the last rollout ended."""
+        """
+        Trains the drafter for at most its share of the time since the last rollout ended.
+
+        What is left of the share is carried over, so that optimiser steps longer than one rollout's share are still
+        taken, only less often.
+        """
         generation = self.vllm_generation
         self.drafter_trainer.set_target(generation.policy_embedding, generation.policy_lm_head)
         now = time.perf_counter()
         period_s = now - (self._last_rollout_end_s or rollout_started_s)
-        report = self.drafter_trainer.train_for(self.args.drafter_time_budget * period_s)
+        self._drafter_credit_s += self.args.drafter_time_budget * period_s
+        report = self.drafter_trainer.train_for(self._drafter_credit_s)
         self._last_rollout_end_s = time.perf_counter()
-        self._metrics["train"]["tlt/drafter/seconds"].append(self._last_rollout_end_s - now)
+        self._drafter_credit_s -= report["seconds"]
         self._metrics["train"]["tlt/buffer/tokens"].append(float(self.feature_buffer.num_tokens))
         for name, value in report.items():
             self._metrics["train"][f"tlt/drafter/{name}"].append(value)
@@ -345,8 +348,3 @@ class TLTGRPOTrainer(GRPOTrainer):
         if self.drafter is not None and self.args.should_save:
             output_dir = self.args.output_dir if output_dir is None else output_dir
             self.save_drafter(os.path.join(output_dir, "drafter"))
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield

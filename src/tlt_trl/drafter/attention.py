@@ -71,7 +71,12 @@ def unrolled_attention(
     Returns:
         `torch.Tensor` of shape (heads, M, head_dim).
     """
-    return _UnrolledAttention.apply(query, key, value, own_keys, own_values, blocks, scale)
+    dtype, tensors = query.dtype, (query, key, value, own_keys, own_values)
+    if query.device.type == "cpu":
+        # The CPU's flash backward in bf16 is 3 to 6 times slower than in fp32 for documents of 100 and 40 tokens, and
+        # no faster below 600.
+        tensors = tuple(tensor.float() for tensor in tensors)
+    return _UnrolledAttention.apply(*tensors, blocks, scale).to(dtype)
 
 
 def reference_unrolled_attention(

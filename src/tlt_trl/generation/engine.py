@@ -251,6 +251,120 @@ class RolloutEngine:
         """
         self._proposer._enable_probabilistic_draft_probs = probabilistic
 
+    # ---- the canary's questions ------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def rejection_sample(
+        self,
+        logits: torch.Tensor,
+        draft_token_ids: torch.Tensor,
+        draft_probs: torch.Tensor | None,
+        temperature: torch.Tensor,
+        top_p: float,
+        top_k: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Runs the engine's own rejection sampler on given logits.
+
+        Args:
+            logits (`torch.Tensor` of shape (batch_size, k + 1, vocab_size)):
+                Policy logits at the k draft positions and at the bonus position.
+            draft_token_ids (`torch.Tensor` of shape (batch_size, k)):
+                Draft tokens.
+            draft_probs (`torch.Tensor` of shape (batch_size, k, vocab_size), *optional*):
+                Distributions that the draft tokens were sampled from; `None` for greedy drafts.
+            temperature (`torch.Tensor` of shape (batch_size,)):
+                Temperature of each request.
+            top_p (`float`), top_k (`int`):
+                Filters, the same for all requests; 1.0 and 0 switch them off.
+
+        Returns:
+            `tuple[torch.Tensor, torch.Tensor]`: Emitted tokens, -1 after the first rejection, and their log-probs, both
+            of shape (batch_size, k + 1).
+        """
+        from vllm.v1.sample.logits_processor import LogitsProcessors
+        from vllm.v1.sample.metadata import SamplingMetadata
+        from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+
+        batch_size, num_positions, vocab_size = logits.shape
+        device = logits.device
+        rows = torch.arange(batch_size * num_positions, dtype=torch.int32, device=device).view(batch_size, -1)
+        metadata = SpecDecodeMetadata(
+            draft_token_ids=draft_token_ids.flatten().int(),
+            num_draft_tokens=[num_positions - 1] * batch_size,
+            cu_num_draft_tokens=rows[:, 0] // num_positions * (num_positions - 1) + num_positions - 1,
+            cu_num_sampled_tokens=rows[:, -1] + 1,
+            target_logits_indices=rows[:, :-1].flatten(),
+            bonus_logits_indices=rows[:, -1].contiguous(),
+            logits_indices=rows.flatten(),
+        )
+        ones = torch.ones(batch_size, device=device)
+        sampling = SamplingMetadata(
+            temperature=temperature.clone(),
+            all_greedy=False,
+            all_random=True,
+            top_p=ones * top_p if top_p < 1.0 else None,
+            top_k=torch.full((batch_size,), top_k, dtype=torch.int32, device=device) if top_k else None,
+            generators={},
+            max_num_logprobs=0,
+            no_penalties=True,
+            prompt_token_ids=None,
+            frequency_penalties=ones * 0,
+            presence_penalties=ones * 0,
+            repetition_penalties=ones,
+            output_token_ids=[[] for _ in range(batch_size)],
+            allowed_token_ids_mask=None,
+            bad_words_token_ids={},
+            logitsprocs=LogitsProcessors(),
+        )
+        output = self._runner.rejection_sampler(
+            metadata,
+            None if draft_probs is None else draft_probs.reshape(-1, vocab_size).contiguous(),
+            logits.reshape(-1, vocab_size).float().contiguous(),
+            sampling,
+        )
+        logprobs = output.logprobs_tensors.logprobs[:, 0].view(batch_size, num_positions)
+        return output.sampled_token_ids.long(), logprobs
+
+    def speculative_and_plain_logprobs(
+        self, prompt_token_ids: list[int], num_samples: int = 4, num_tokens: int = 24
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Samples with as many draft tokens as possible, then scores the same tokens in a plain pass.
+
+        Returns:
+            `tuple[torch.Tensor, torch.Tensor]`: Log-probs from the speculative rollout and from the plain pass, both of
+            shape (tokens,).
+        """
+        from vllm import SamplingParams
+
+        choose = self.schedule.choose
+        try:
+            self.schedule.choose = lambda batch_size: self.schedule.max_draft_tokens
+            params = SamplingParams(temperature=1.0, max_tokens=num_tokens, logprobs=0, ignore_eos=True, detokenize=False)
+            samples = self._generate([prompt_token_ids] * num_samples, params)
+            self.schedule.choose = lambda batch_size: 0
+            params = SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+            scored = self._generate([prompt_token_ids + list(s.token_ids) for s, _ in samples], params)
+        finally:
+            self.schedule.choose = choose
+            self.llm.reset_prefix_cache()
+        speculative, plain = [], []
+        for (sample, _), (_, prompt_logprobs) in zip(samples, scored, strict=True):
+            answer = prompt_logprobs[len(prompt_token_ids) :]
+            for token, at_sampling, in_pass in zip(sample.token_ids, sample.logprobs, answer, strict=True):
+                speculative.append(at_sampling[token].logprob)
+                plain.append(in_pass[token].logprob)
+        return torch.tensor(speculative), torch.tensor(plain)
+
+    def _generate(self, prompts: list[list[int]], params) -> list[tuple[Any, Any]]:
+        self.llm.enqueue([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+        finished = []
+        while self.has_unfinished_requests():
+            finished += [output for output in self._llm_engine.step() if output.finished]
+        finished.sort(key=lambda output: int(output.request_id))
+        return [(output.outputs[0], output.prompt_logprobs) for output in finished]
+
     # ---- weights ---------------------------------------------------------------------------------------------------
 
     def push_target(self, weights: Iterable[tuple[str, torch.Tensor]], verify: bool = True) -> None:

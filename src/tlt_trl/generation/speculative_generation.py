@@ -12,6 +12,8 @@ from transformers import PreTrainedModel
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration, empty_cache
 
+from ..drafter.checkpoint import save_drafter
+from . import cpu_backend
 from .engine import RolloutEngine, check_vllm_version
 from .rollout_loop import RolloutLoop
 
@@ -69,9 +71,12 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
             return super()._init_vllm()
 
         check_vllm_version()
-        self.drafter = self._build_drafter(self.model)
+        cpu_backend.register()  # the plugin entry point does it too, but only for an installed package
+        # Under ZeRO-3 the policy is already partitioned here: gather it, read-only, to initialise from it.
+        with self._dist.gather_params(list(self.model.parameters())):
+            self.drafter = self._build_drafter(self.model)
         with tempfile.TemporaryDirectory(prefix="tlt-trl-drafter-") as drafter_dir:
-            self.drafter.save_pretrained(drafter_dir)
+            save_drafter(self.drafter, drafter_dir, provenance={})
             # TRL builds `LLM(...)` with a fixed keyword list and no hook for more, see
             # https://github.com/huggingface/trl/pull/5605, which covers server mode only.
             original_llm = vllm_generation.LLM

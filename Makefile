@@ -1,0 +1,48 @@
+# What people do every day. Each target makes the virtual environment by itself when it is missing or out of date.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+# vLLM's CPU backend loses speed with another OpenMP runtime than Intel's; only a CPU install has the file.
+IOMP := $(wildcard $(VENV)/lib/libiomp5.so)
+RUN = $(if $(IOMP),LD_PRELOAD=$(abspath $(IOMP)) )TOKENIZERS_PARALLELISM=false $(BIN)/python
+
+.PHONY: help setup demo test lint bench clean
+
+help:
+	@echo "make setup   virtual environment in $(VENV): vLLM for CUDA where there is a device, else for CPU"
+	@echo "make demo    GRPO with speculative rollouts on SmolLM2-135M; leaves runs/demo"
+	@echo "make test    the whole test suite, with the real engine"
+	@echo "make lint    ruff"
+	@echo "make bench   selector overhead and simulated regret"
+	@echo "make clean   remove runs and caches of the tools, not the environment"
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml scripts/setup.sh
+	@bash scripts/setup.sh $(PYTHON) $(VENV)
+	@touch $@
+
+# A second make, so that the variables above see an environment that this one has just made.
+demo: $(STAMP)
+	@$(MAKE) --no-print-directory run ARGS="examples/grpo_reasoning_gym.py --output_dir runs/demo"
+
+test: $(STAMP)
+	@$(MAKE) --no-print-directory run ARGS="-m pytest"
+
+bench: $(STAMP)
+	@$(MAKE) --no-print-directory run ARGS="benchmarks/selector_overhead.py"
+	@$(MAKE) --no-print-directory run ARGS="-m tlt_trl.strategy.simulator"
+
+lint: $(STAMP)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+.PHONY: run
+run:
+	@$(RUN) $(ARGS)
+
+clean:
+	rm -rf runs .pytest_cache .ruff_cache

@@ -1,0 +1,207 @@
+"""
+Synthetic rollouts with fixed seeds, an oracle that knows the best arm of every step, and the regret of each selector.
+
+    python -m tlt_trl.strategy.simulator                       # the table of docs/strategies.md
+    python -m tlt_trl.strategy.simulator --replay steps.jsonl  # a recorded run instead (see replay.py)
+
+The number of tokens of a scenario is fixed by its seed, so the score, tokens/s relative to the oracle, is the oracle's
+seconds over the selector's. Machine drift and acceptance follow the tokens done, not the clock, so every selector
+meets the same world.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+
+import numpy as np
+
+from . import make_selector
+from .selector import Selector
+from .strategy import Strategy, bucket_edges, bucket_index
+
+
+# Measured milliseconds per token of a co-located engine (SmolLM2, 2 threads, speculating and plain taking turns), for
+# batch sizes 1, 2, 4, 8. Off is the plain engine. At acceptance 0.87 per position a step of k draft tokens emits
+# expected_tokens(0.87, k) per request, which turns milliseconds per token into seconds per step.
+BATCHES = np.array([1.0, 2.0, 4.0, 8.0])
+DRAFT_TOKENS = np.array([0.0, 3.0, 5.0])
+MS_PER_TOKEN = np.array([[10.74, 6.14, 5.70], [6.43, 3.34, 2.93], [3.31, 2.00, 2.16], [2.21, 1.75, 1.67]])
+
+SECONDS_PER_CONTEXT_TOKEN = 0.15e-6  # read of the key-value cache
+CATCH_UP_S_PER_TOKEN = 0.05e-3  # a drafter that was off reads what it missed, per request and token
+DEFAULT_STRATEGIES = (Strategy.off(), Strategy("eagle3", 1), Strategy("eagle3", 3), Strategy("eagle3", 5))
+
+
+def expected_tokens(acceptance: float, num_draft_tokens: int) -> float:
+    """Tokens per request and step when each draft token is accepted with probability `acceptance`."""
+    return sum(acceptance**i for i in range(num_draft_tokens + 1))
+
+
+STEP_S = 1e-3 * MS_PER_TOKEN * BATCHES[:, None] * [expected_tokens(0.87, int(k)) for k in DRAFT_TOKENS]
+
+
+@cache
+def step_seconds(batch_size: int, num_draft_tokens: int) -> float:
+    """
+    Seconds of one step: the measured table, linear between its entries. Beyond batch 8 every further verified token
+    costs what it cost plain decoding from batch 4 to 8: large batches are bound by arithmetic, and continuing each
+    column on its own would multiply the noise of the table.
+    """
+    inside = min(batch_size, int(BATCHES[-1]))
+    by_batch = [_linear(num_draft_tokens, DRAFT_TOKENS, row) for row in STEP_S]
+    seconds_per_verified_token = (STEP_S[-1, 0] - STEP_S[-2, 0]) / (BATCHES[-1] - BATCHES[-2])
+    beyond = (batch_size - inside) * (num_draft_tokens + 1) * seconds_per_verified_token
+    return float(_linear(inside, BATCHES, by_batch) + beyond)
+
+
+def _linear(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
+    i = int(np.clip(np.searchsorted(xs, x), 1, len(xs) - 1))
+    return ys[i - 1] + (ys[i] - ys[i - 1]) * (x - xs[i - 1]) / (xs[i] - xs[i - 1])
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """
+    A world for the selectors.
+
+    Args:
+        name (`str`):
+            Shown in the table.
+        acceptance (`Callable[[float, float], float]`):
+            Probability that a draft token is accepted, from the share of all rollouts done and the share of the
+            tokens of this rollout done.
+        batch_sizes (`Sequence[int]`):
+            Requests at the start of a rollout; rollouts take turns.
+        num_rollouts (`int`):
+            Rollouts played.
+        noise (`float`):
+            Standard deviation of the log of one step's seconds.
+        drift (`float`):
+            Amplitude of the slow drift of the machine (0.15 spans 30 %).
+        spikes (`float`):
+            Share of steps that take ten times as long.
+        compile_s (`float`):
+            Cost of the first use of a (batch bucket, draft tokens) shape. The oracle pays it for what it uses.
+        tail (`float`):
+            Spread of the log of the lengths; small means that all requests finish together.
+        context_s (`float`):
+            Seconds per token of context in a step.
+    """
+
+    name: str
+    acceptance: Callable[[float, float], float]
+    batch_sizes: Sequence[int] = (8, 32, 64, 16)
+    num_rollouts: int = 20
+    noise: float = 0.05
+    drift: float = 0.15
+    spikes: float = 0.0
+    compile_s: float = 0.0
+    tail: float = 0.8
+    context_s: float = SECONDS_PER_CONTEXT_TOKEN
+
+
+SCENARIOS = (
+    Scenario("stationary", lambda run, roll: 0.85),
+    Scenario("weak drafter", lambda run, roll: 0.3),
+    Scenario("drifting acceptance", lambda run, roll: 0.3 + 0.55 * run + 0.05 * np.sin(6 * roll)),
+    Scenario("regime flip", lambda run, roll: 0.3 if 0.33 <= run < 0.66 else 0.85),
+    Scenario("10x spikes at 2 %", lambda run, roll: 0.85, spikes=0.02),
+    Scenario("first-use compile", lambda run, roll: 0.85, compile_s=1.0),
+    Scenario("rare buckets", lambda run, roll: 0.75, batch_sizes=(64,), tail=0.05),
+    Scenario("small batches", lambda run, roll: 0.7, batch_sizes=(8,)),
+)
+
+
+@dataclass
+class Outcome:
+    """What one selector did in one scenario."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    steps: int = 0
+    steps_by_strategy: dict[str, int] = field(default_factory=dict)
+
+
+class World:
+    """One scenario under one seed: lengths and drift are drawn here, before any selector plays."""
+
+    def __init__(self, scenario: Scenario, seed: int) -> None:
+        self.scenario = scenario
+        rng = np.random.default_rng(seed)
+        self.seed = seed
+        self.lengths = []  # per rollout, shape (batch,)
+        for rollout in range(scenario.num_rollouts):
+            batch = scenario.batch_sizes[rollout % len(scenario.batch_sizes)]
+            draws = 300.0 * np.exp(scenario.tail * rng.standard_normal(batch))
+            self.lengths.append(np.clip(draws, 8, 2000).astype(int))
+        self.total_tokens = int(sum(lengths.sum() for lengths in self.lengths))
+        self.drift_phases = rng.uniform(0, 2 * np.pi, 3)
+        self.edges = bucket_edges(max(scenario.batch_sizes))
+
+    def machine(self, tokens_done: int) -> float:
+        """Slow factor on all step times: sines with periods of 20, 5 and 1 rollouts."""
+        x = 2 * np.pi * tokens_done / self.total_tokens
+        waves = np.sin(x * np.array([1.0, 4.0, self.scenario.num_rollouts]) + self.drift_phases)
+        return float(np.exp(self.scenario.drift * waves.mean() * 1.5))
+
+    def mean_seconds(self, batch_size: int, k: int, context_tokens: int) -> float:
+        return step_seconds(batch_size, k) + self.scenario.context_s * context_tokens
+
+    def best(self, strategies: Sequence[Strategy], batch_size: int, context_tokens: int, acceptance: float) -> Strategy:
+        """The strategy with most expected tokens/s in this very step: what the oracle plays."""
+        return max(
+            strategies,
+            key=lambda s: expected_tokens(acceptance, s.num_draft_tokens)
+            / self.mean_seconds(batch_size, s.num_draft_tokens, context_tokens),
+        )
+
+
+def play(world: World, selector: Selector | None, strategies: Sequence[Strategy] = DEFAULT_STRATEGIES) -> Outcome:
+    """Plays all rollouts of `world` with `selector`, or with the oracle when it is `None`."""
+    scenario, outcome = world.scenario, Outcome()
+    rng = np.random.default_rng([world.seed, 1])
+    compiled: set[tuple[int, int]] = set()
+    for rollout, lengths in enumerate(world.lengths):
+        if selector is not None:
+            selector.start_rollout()
+        remaining, rollout_tokens, missed_steps, context = lengths, int(lengths.sum()), 0, 100 * len(lengths)
+        while len(remaining):
+            batch, roll_done = len(remaining), 1.0 - remaining.sum() / rollout_tokens
+            acceptance = scenario.acceptance((rollout + roll_done) / scenario.num_rollouts, roll_done)
+            if selector is None:
+                strategy = world.best(strategies, batch, context, acceptance)
+            else:
+                strategy = selector.select(batch, context)
+            k = strategy.num_draft_tokens
+
+            # What the selector sees has noise and spikes; what is scored is its expectation, so that the luck of a
+            # few spikes does not decide the table.
+            expected_s = world.mean_seconds(batch, k, context) * world.machine(outcome.tokens)
+            shape, extra_s = (bucket_index(world.edges, batch), k), 0.0
+            if shape not in compiled:
+                compiled.add(shape)
+                extra_s = scenario.compile_s
+            if k:
+                extra_s += CATCH_UP_S_PER_TOKEN * missed_steps * batch
+            missed_steps = 0 if k else missed_steps + 1
+            spike = 10.0 if rng.random() < scenario.spikes else 1.0
+            seconds = float(expected_s * np.exp(scenario.noise * rng.standard_normal()) * spike + extra_s)
+
+            accepted = np.cumprod(rng.random((batch, k)) < acceptance, axis=1)  # shape (batch, k)
+            emitted = batch + int(accepted.sum())
+            if selector is not None:
+                by_position = accepted.sum(axis=0).tolist()
+                selector.update(strategy, batch, emitted, seconds, context, by_position)
+
+            alive = remaining > 1 + accepted.sum(axis=1)
+            outcome.tokens += int(np.minimum(remaining, 1 + accepted.sum(axis=1)).sum())
+            context = int((context + emitted) * alive.mean())
+            remaining = (remaining - 1 - accepted.sum(axis=1))[alive]
+            outcome.seconds += expected_s * (1.0 + 9.0 * scenario.spikes) + extra_s
+            outcome.steps += 1
+            outcome.steps_by_strategy[str(strategy)] = outcome.steps_by_strategy.get(str(strategy), 0) + 1
+    return outcome
