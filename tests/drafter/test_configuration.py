@@ -27,6 +27,15 @@ def test_takes_shapes_and_rope_from_the_policy():
     assert config.tie_word_embeddings is False
 
 
+def test_scaled_rope_survives_the_file(tmp_path):
+    rope = {"rope_type": "linear", "rope_theta": 77.0, "factor": 8.0}
+    DrafterConfig.from_policy_config(LlamaConfig(rope_parameters=rope)).save_pretrained(tmp_path)
+    assert DrafterConfig.from_pretrained(tmp_path).rope_parameters == rope
+    assert AutoConfig.from_pretrained(tmp_path).rope_parameters == rope
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["rope_scaling"] == {"rope_type": "linear", "factor": 8.0}
+
+
 def test_attention_bias_follows_the_policy():
     assert DrafterConfig.from_policy_config(Qwen2Config()).attention_bias
     assert not DrafterConfig.from_policy_config(Qwen3Config()).attention_bias

@@ -16,6 +16,15 @@ from tlt_trl.drafter import Drafter, DrafterTrainer, FeatureBuffer, FeatureRecor
 pytestmark = pytest.mark.engine
 
 NUM_TOKENS = 3
+# Scaled rotary embeddings go through vLLM's own reading of the configuration.
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 5000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 
 
 def engine_environment() -> dict[str, str]:
@@ -79,10 +88,11 @@ def train_on(policy, drafter: Drafter, prompts: list[list[int]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "num_layers", "draft_vocab_size"), [("llama", 4, 96), ("llama", 2, None), ("qwen2", 7, 96)]
+    ("kind", "num_layers", "draft_vocab_size"),
+    [("llama", 4, 96), ("llama", 2, None), ("qwen2", 7, 96), ("qwen3", 4, None)],
 )
 def test_engine_drafts_what_our_model_drafts(make_policy, tmp_path, kind, num_layers, draft_vocab_size):
-    policy = make_policy(kind, num_layers=num_layers)
+    policy = make_policy(kind, num_layers=num_layers, tied=kind == "qwen3", rope_parameters=LLAMA3_ROPE)
     policy.save_pretrained(tmp_path / "policy")
     draft_token_ids = None if draft_vocab_size is None else torch.arange(128 - draft_vocab_size, 128)
     drafter = Drafter.from_policy(policy, draft_token_ids)

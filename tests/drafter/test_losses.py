@@ -34,9 +34,7 @@ def test_gradient_vanishes_at_the_teacher():
     torch.manual_seed(0)
     teacher = Teacher(torch.randn(5, 8), torch.randn(11, 8))
     hidden = teacher.hidden.clone().requires_grad_()
-    loss, row_losses, accepted = soft_cross_entropy(
-        hidden, teacher.head, teacher, torch.arange(5), torch.ones(5)
-    )
+    loss, row_losses, accepted = soft_cross_entropy(hidden, teacher.head, teacher, torch.arange(5), torch.ones(5))
     loss.backward()
     assert hidden.grad.abs().max() < 1e-5
     probs = teacher.probs(torch.arange(5))

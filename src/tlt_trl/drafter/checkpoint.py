@@ -135,9 +135,7 @@ def _read_weights(directory: Path) -> dict[str, Tensor]:
         except SafetensorError as error:
             raise ValueError(f"{file} is damaged or incomplete ({error}). Copy or download it again.") from error
     return {
-        _our_name(name): tensor
-        for name, tensor in weights.items()
-        if not _our_name(name).startswith(POLICY_PREFIXES)
+        _our_name(name): tensor for name, tensor in weights.items() if not _our_name(name).startswith(POLICY_PREFIXES)
     }
 
 

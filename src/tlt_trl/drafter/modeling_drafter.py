@@ -199,9 +199,7 @@ class Drafter(PreTrainedModel):
         """
         seq_len = aux_hidden_states.shape[0]
         position_ids = torch.arange(seq_len, device=input_ids.device)
-        hidden, keys, values = self._prefill(
-            embed_tokens[input_ids[1:]], self.fc(aux_hidden_states), position_ids
-        )
+        hidden, keys, values = self._prefill(embed_tokens[input_ids[1:]], self.fc(aux_hidden_states), position_ids)
         hidden = hidden[-1:]  # shape: [1, hidden_size]
         tokens: list[Tensor] = []
         for step in range(num_tokens):
@@ -258,9 +256,7 @@ def _check_draft_token_ids(draft_token_ids: Tensor, config: DrafterConfig) -> No
             f"{config.draft_vocab_size}."
         )
     if config.draft_vocab_size > config.vocab_size:
-        raise ValueError(
-            f"draft_vocab_size={config.draft_vocab_size} is larger than vocab_size={config.vocab_size}."
-        )
+        raise ValueError(f"draft_vocab_size={config.draft_vocab_size} is larger than vocab_size={config.vocab_size}.")
     sorted_once = bool((draft_token_ids[1:] > draft_token_ids[:-1]).all())
     if not sorted_once or draft_token_ids[0] < 0 or draft_token_ids[-1] >= config.vocab_size:
         raise ValueError(
