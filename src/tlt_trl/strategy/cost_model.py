@@ -2,165 +2,24 @@
 Step-time model and acceptance model, and the strategy with the best predicted tokens per second: the rule of RLHFSpec
 (arXiv 2512.04752), which publishes the idea but no formulas; the formulas here are our own.
 
-    seconds  = c0 + c1 * batch + c2 * verified tokens + c3 * context tokens + c_method * draft tokens
+    seconds  = c0 + c1 * batch + c2 * verified tokens + c3 * context tokens + c_drafter * draft tokens
     tokens   = batch * (1 + p1 + p1 p2 + ...)          p_i: acceptance of draft token i given that i - 1 was accepted
     choice   = argmax tokens / seconds
+
+Seconds are fitted in step_time.py, acceptance is counted in acceptance.py.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from math import exp, log
 
 import numpy as np
 
 from .acceptance import AcceptanceModel, spread_accepted
-from .selector import Selector, SlidingMedian
+from .selector import Selector
+from .step_time import StepTimeModel
 from .strategy import Strategy, with_off
-
-
-class StepTimeModel:
-    """
-    Seconds of a step, linear in its features, fitted to one robust row per (batch size, arm).
-
-    A row is the lower median of its last `row_window` steps, so that neither spikes nor compilation reach the fit, and
-    rare shapes weigh as much as frequent ones. Rows are divided by a running estimate of the machine's slow drift. The
-    fit minimises squared *relative* errors, is pulled weakly to a prior, reweights outlying rows (Huber) and drops
-    coefficients that come out negative.
-
-    Args:
-        strategies (`Sequence[Strategy]`):
-            The arms.
-        max_batch_size (`int`):
-            Largest batch.
-        row_window (`int`, *optional*, defaults to `9`):
-            Steps kept per row.
-        refit_steps (`int`, *optional*, defaults to `16`):
-            Steps between fits.
-    """
-
-    # Seconds relative to an empty step: base, per request, per verified token, per context token, per draft token.
-    PRIOR = (1.0, 0.01, 0.02, 1e-6, 0.1)
-    # Squared ratio of the noise of a row (5 %) to the trust in the prior (a factor of about 3).
-    RIDGE = (0.05 / 2.0) ** 2
-    import os; DRIFT=float(os.environ.get('DR','0.03'))
-    HUBER = 0.15  # relative error above which a row weighs less
-
-    def __init__(
-        self, strategies: Sequence[Strategy], max_batch_size: int, row_window: int = 9, refit_steps: int = 16
-    ) -> None:
-        self.row_window = row_window
-        self.refit_steps = refit_steps
-        self.draft_tokens = np.array([s.num_draft_tokens for s in strategies], dtype=float)  # shape (arms,)
-        self.methods = sorted({(s.method, s.draft_sampling) for s in strategies if not s.is_off})
-        # Draft tokens in the column of the arm's drafter, shape (arms, drafters).
-        self.draft_columns = np.array(
-            [[s.num_draft_tokens * ((s.method, s.draft_sampling) == m) for m in self.methods] for s in strategies],
-            dtype=float,
-        ).reshape(len(strategies), len(self.methods))
-        self.prior = np.array([*self.PRIOR[:4], *[self.PRIOR[4]] * len(self.methods)])
-        self.coefficients = self.prior * 1e-2  # a step of 10 ms until something is measured
-        shape = (max_batch_size + 1, len(strategies))
-        self.rows: dict[tuple[int, int], SlidingMedian] = {}
-        self.row_seconds = np.zeros(shape)  # 0.0 where nothing was seen
-        self.row_context = np.zeros(shape)
-        self.row_count = np.zeros(shape)
-        self.log_errors = None
-        self.log_drift = 0.0
-        self.steps = 0
-
-    def features(self, batch_size: int, context_tokens: float) -> np.ndarray:
-        """Features of all arms at one batch size, of shape (arms, 4 + drafters)."""
-        columns = np.empty((len(self.draft_tokens), 4 + len(self.methods)))
-        columns[:, 0] = 1.0
-        columns[:, 1] = batch_size
-        columns[:, 2] = batch_size * (self.draft_tokens + 1.0)
-        columns[:, 3] = context_tokens
-        columns[:, 4:] = self.draft_columns
-        return columns
-
-    def predict(self, batch_size: int, context_tokens: float) -> np.ndarray:
-        """Seconds per step of all arms on the machine as it is now, of shape (arms,)."""
-        return self.features(batch_size, context_tokens) @ (self.coefficients * np.exp(self.log_drift))
-
-    def update(self, batch_size: int, arm: int, seconds: float, context_tokens: float) -> bool:
-        """Learns from one step; `True` when the fit changed."""
-        key = (batch_size, arm)
-        row = self.rows.setdefault(key, SlidingMedian(self.row_window))
-        seconds *= exp(-self.log_drift)
-        if len(row) >= 3:
-            change = log(seconds / row.median())
-            self.log_drift += self.DRIFT * min(max(change, -0.3), 0.3)
-        row.append(seconds)
-        self.row_count[key] = len(row)
-        self.row_seconds[key] = row.median()
-        self.row_context[key] += (context_tokens - self.row_context[key]) / len(row)
-        self.steps += 1
-        if self.steps % self.refit_steps and self.steps > self.refit_steps:
-            return False
-        self.fit()
-        return True
-
-    def fit(self) -> None:
-        """Weighted ridge regression of all rows, with three rounds of Huber weights."""
-        batches, arms = np.nonzero(self.row_count)
-        seconds = self.row_seconds[batches, arms]
-        x = np.column_stack(
-            [
-                np.ones(len(arms)),
-                batches,
-                batches * (self.draft_tokens[arms] + 1.0),
-                self.row_context[batches, arms],
-                self.draft_columns[arms],
-            ]
-        )
-        prior = self.prior * np.median(seconds / (x @ self.prior))
-        count = self.row_count[batches, arms]
-        # In units of the prior and of the row: the target of every row is 1, and so is the prior of every coefficient.
-        x = x * prior / seconds[:, None]
-        weights = count / (count + 1.0)
-        for _ in range(3):
-            solution = _nonnegative_ridge(x, weights, self.RIDGE)
-            errors = np.abs(x @ solution - 1.0)
-            weights = count / (count + 1.0) * np.minimum(1.0, self.HUBER / np.maximum(errors, 1e-9))
-        self.coefficients = solution * prior
-        self.log_errors = (batches, arms, count, np.log(seconds / (x @ solution * seconds)))
-
-    def state_dict(self) -> dict:
-        return {
-            "rows": [
-                [batch, arm, row.values(), float(self.row_context[batch, arm])]
-                for (batch, arm), row in self.rows.items()
-            ],
-            "coefficients": self.coefficients.tolist(),
-            "log_drift": self.log_drift,
-            "steps": self.steps,
-        }
-
-    def load_state_dict(self, state: dict) -> None:
-        self.rows = {}
-        for table in (self.row_seconds, self.row_context, self.row_count):
-            table[:] = 0.0
-        for batch, arm, values, context in state["rows"]:
-            row = self.rows[batch, arm] = SlidingMedian(self.row_window, values)
-            self.row_seconds[batch, arm], self.row_count[batch, arm] = row.median(), len(row)
-            self.row_context[batch, arm] = context
-        self.coefficients = np.array(state["coefficients"])
-        self.log_drift, self.steps = state["log_drift"], state["steps"]
-
-
-def _nonnegative_ridge(x: np.ndarray, weights: np.ndarray, ridge: float) -> np.ndarray:
-    """argmin of sum(weights * (x @ c - 1)**2) + ridge * sum((c - 1)**2), dropping the most negative `c` in turn."""
-    gram = (x * weights[:, None]).T @ x + ridge * np.eye(x.shape[1])
-    target = weights @ x + ridge
-    solution, active = np.zeros(x.shape[1]), np.ones(x.shape[1], dtype=bool)
-    while True:
-        solution[:] = 0.0
-        solution[active] = np.linalg.solve(gram[np.ix_(active, active)], target[active])
-        if solution.min() >= 0.0:
-            return solution
-        active[solution.argmin()] = False
 
 
 class CostModel:
@@ -175,6 +34,7 @@ class CostModel:
     """
 
     def __init__(self, strategies: Sequence[Strategy], max_batch_size: int) -> None:
+        self.strategies = list(strategies)
         self.step_time = StepTimeModel(strategies, max_batch_size)
         longest = max(s.num_draft_tokens for s in strategies)
         self.acceptance = [AcceptanceModel(longest) for _ in self.step_time.methods]
@@ -182,19 +42,35 @@ class CostModel:
         # Acceptance model of each arm; off has none.
         self.drafter_of = [None if s.is_off else methods.index((s.method, s.draft_sampling)) for s in strategies]
         self.draft_tokens = [s.num_draft_tokens for s in strategies]
+        # Where each arm reads the table of expected tokens; its row 0 is a drafter that drafts nothing.
+        self._table_index = ([0 if d is None else d + 1 for d in self.drafter_of], self.draft_tokens)
         self._tokens_per_request: np.ndarray | None = None  # computed when asked for
 
     def tokens_per_request(self) -> np.ndarray:
         """Expected tokens per request and step, of shape (arms,)."""
         if self._tokens_per_request is None:
-            expected = [model.expected_tokens() for model in self.acceptance]
-            arms = zip(self.drafter_of, self.draft_tokens, strict=True)
-            self._tokens_per_request = np.array([1.0 if d is None else expected[d][k] for d, k in arms])
+            nothing = [1.0] * (max(self.draft_tokens) + 1)
+            table = np.array([nothing, *[model.expected_tokens() for model in self.acceptance]])
+            self._tokens_per_request = table[self._table_index]
         return self._tokens_per_request
 
     def tokens_per_s(self, batch_size: int, context_tokens: float) -> np.ndarray:
         """Predicted tokens per second, of shape (arms,)."""
         return batch_size * self.tokens_per_request() / self.step_time.predict(batch_size, context_tokens)
+
+    def explain(self, batch_size: int, context_tokens: float) -> list[dict]:
+        """The prediction in numbers, one row per arm in the order of the arms."""
+        tokens = batch_size * self.tokens_per_request()
+        seconds = self.step_time.predict(batch_size, context_tokens)
+        return [
+            {
+                "strategy": str(strategy),
+                "predicted_tokens": float(tokens[arm]),
+                "predicted_seconds": float(seconds[arm]),
+                "predicted_tokens_per_s": float(tokens[arm] / seconds[arm]),
+            }
+            for arm, strategy in enumerate(self.strategies)
+        ]
 
     def update(
         self,
@@ -267,18 +143,7 @@ class CostModelSelector(Selector):
 
     def explain(self, batch_size: int, context_tokens: int = 0) -> list[dict]:
         """The numbers behind the choice, one row per arm, best first."""
-        tokens = batch_size * self.model.tokens_per_request()
-        seconds = self.model.step_time.predict(batch_size, context_tokens)
-        rows = [
-            {
-                "strategy": str(strategy),
-                "predicted_tokens": float(tokens[arm]),
-                "predicted_seconds": float(seconds[arm]),
-                "predicted_tokens_per_s": float(tokens[arm] / seconds[arm]),
-            }
-            for arm, strategy in enumerate(self.strategies)
-        ]
-        return sorted(rows, key=lambda row: -row["predicted_tokens_per_s"])
+        return sorted(self.model.explain(batch_size, context_tokens), key=lambda row: -row["predicted_tokens_per_s"])
 
     def start_rollout(self) -> None:
         super().start_rollout()

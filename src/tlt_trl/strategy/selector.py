@@ -141,7 +141,7 @@ class Selector:
         self._observe(bucket, arm, batch_size, emitted_tokens, seconds, context_tokens, accepted_by_position)
 
     def start_rollout(self) -> None:
-        """Called once at the beginning of each rollout: policy and drafter have moved, so what was learned is older."""
+        """Called once at the beginning of each rollout: policy and drafter have moved, what was learned is older."""
         self._held = [-1, 0, 0]
 
     def summary(self) -> list[dict]:
