@@ -4,6 +4,7 @@ from typing import Any
 from trl import GRPOConfig
 
 
+ON_INEXACT = ("error", "disable")
 SELECTORS = ("fixed", "beg_mab", "cost_model", "auto")
 DRAFT_SAMPLINGS = ("greedy", "probabilistic")
 
@@ -38,6 +39,9 @@ class TLTGRPOConfig(GRPOConfig):
             Further keyword arguments for `vllm.LLM`, such as `{"compilation_config": {...}}`.
         verify_weight_sync (`bool`, *optional*, defaults to `True`):
             Whether to read weights back from the engine after every sync and compare them with what was pushed.
+        spec_on_inexact (`str`, *optional*, defaults to `"error"`):
+            What to do when the check at start-up finds that the engine is not exact under speculation: `"error"` stops,
+            `"disable"` goes on without speculation.
 
         > Parameters that control the drafter
 
@@ -57,7 +61,7 @@ class TLTGRPOConfig(GRPOConfig):
             Learning rate of the drafter's own AdamW.
         drafter_unroll_steps (`int`, *optional*, defaults to `5`):
             Draft steps unrolled in training (training-time test of EAGLE-3).
-        drafter_max_tokens_per_step (`int`, *optional*, defaults to `2048`):
+        drafter_max_tokens_per_step (`int`, *optional*, defaults to `512`):
             Tokens packed into one optimiser step of the drafter.
         drafter_max_grad_norm (`float`, *optional*, defaults to `0.5`):
             Gradient clip of the drafter; never shared with the policy's.
@@ -118,6 +122,14 @@ class TLTGRPOConfig(GRPOConfig):
         },
     )
 
+    spec_on_inexact: str = field(
+        default="error",
+        metadata={
+            "help": "What to do when the check at start-up finds that the engine is not exact under speculation: `error` "
+            "stops, `disable` goes on without speculation, as plain TRL would."
+        },
+    )
+
     drafter_model_name_or_path: str | None = field(
         default=None,
         metadata={
@@ -162,10 +174,10 @@ class TLTGRPOConfig(GRPOConfig):
         },
     )
     drafter_max_tokens_per_step: int = field(
-        default=2048,
+        default=512,
         metadata={
-            "help": "Tokens packed into one optimiser step of the drafter. Also the granularity of preemption: smaller "
-            "stops sooner, larger uses the device better."
+            "help": "Tokens packed into one optimiser step of the drafter. Smaller learns more from the same tokens and "
+            "stops sooner, larger uses a GPU better; samples longer than it are trained on in windows."
         },
     )
     drafter_max_grad_norm: float = field(
@@ -193,6 +205,7 @@ class TLTGRPOConfig(GRPOConfig):
         super().__post_init__()
         self._check_choice("speculation_selector", SELECTORS)
         self._check_choice("draft_sampling", DRAFT_SAMPLINGS)
+        self._check_choice("spec_on_inexact", ON_INEXACT)
         self._check_range("num_draft_tokens", self.num_draft_tokens, 1, 16)
         if not self.draft_token_choices or len(set(self.draft_token_choices)) != len(self.draft_token_choices):
             raise ValueError(

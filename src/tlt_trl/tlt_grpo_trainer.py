@@ -16,6 +16,7 @@ from .drafter.drafter_trainer import DrafterTrainer
 from .drafter.features import FeatureBuffer, FeatureRecorder
 from .drafter.modeling_drafter import Drafter
 from .drafter.vocabulary import most_frequent_token_ids
+from .generation.lossless import check_sampling_parameters
 from .generation.speculative_generation import SpeculativeVLLMGeneration
 from .strategy import Strategy, make_selector
 from .telemetry.metrics import rollout_metrics, rollout_sums
@@ -103,7 +104,9 @@ class TLTGRPOTrainer(GRPOTrainer):
         self._given_drafter = drafter
         self._text_dataset = train_dataset
         self.speculative = args.use_vllm and args.vllm_mode == "colocate"
-        if not self.speculative:
+        if self.speculative:
+            _check_sampling(args)
+        else:
             logger.warning(
                 "Speculative rollouts and drafter training are inactive: they need `use_vllm=True` and "
                 "`vllm_mode='colocate'`. This run is TRL's GRPOTrainer."
@@ -267,6 +270,8 @@ class TLTGRPOTrainer(GRPOTrainer):
         report = self.drafter_trainer.train_for(self._drafter_credit_s)
         self._last_rollout_end_s = time.perf_counter()
         self._drafter_credit_s -= report["seconds"]
+        if report["steps"]:
+            generation.drafter_version += 1
         self._metrics["train"]["tlt/buffer/tokens"].append(float(self.feature_buffer.num_tokens))
         for name, value in report.items():
             self._metrics["train"][f"tlt/drafter/{name}"].append(value)
@@ -277,6 +282,9 @@ class TLTGRPOTrainer(GRPOTrainer):
         sums = self.accelerator.reduce(torch.tensor(sums, device=self.accelerator.device), reduction="sum").tolist()
         metrics = rollout_metrics(sums, self.accelerator.num_processes)
         metrics["tlt/sync_seconds"] = generation.pop_sync_seconds()
+        if mode == "train":
+            generation.observe_rollout(metrics["tlt/acceptance_length"], metrics["tlt/draft_tokens/proposed"])
+            metrics |= generation.alarms.metrics()
         for name, value in metrics.items():
             self._metrics[mode][name].append(value)
 
@@ -348,3 +356,9 @@ class TLTGRPOTrainer(GRPOTrainer):
         if self.drafter is not None and self.args.should_save:
             output_dir = self.args.output_dir if output_dir is None else output_dir
             self.save_drafter(os.path.join(output_dir, "drafter"))
+
+
+def _check_sampling(args: TLTGRPOConfig) -> None:
+    """Refuses sampling parameters, for training and evaluation alike, that the engine ignores under speculation."""
+    check_sampling_parameters({"min_p": args.min_p}, "in the config")
+    check_sampling_parameters(args.generation_kwargs or {}, "in `generation_kwargs`")

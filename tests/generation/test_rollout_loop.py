@@ -7,8 +7,6 @@ from tlt_trl.generation.rollout_loop import RolloutLoop
 from tlt_trl.strategy import Strategy
 
 
-
-
 def step(batch_size, verified, proposed, accepted=(), prefill=False, seconds=0.01):
     return EngineStep(
         batch_size=batch_size,

@@ -94,7 +94,7 @@ def warm_up_drafter(
     held_out_fraction: float = 0.05,
     learning_rate: float = 1e-3,
     unroll_steps: int = 5,
-    max_tokens_per_step: int = 1024,
+    max_tokens_per_step: int = 256,
     temperature: float = 1.0,
     seed: int = 0,
     report: Callable[[dict[str, float]], None] | None = None,
@@ -163,6 +163,8 @@ def _train(trainer: DrafterTrainer, num_tokens: int, max_seconds: float, report)
             metrics = trainer.step()
             if metrics is None:
                 raise ValueError("No answer is long enough to learn from: a drafter needs at least three tokens.")
+            if "loss" not in metrics:
+                raise FloatingPointError("The drafter's loss is not finite; lower the learning rate.")
             bar.update(min(num_tokens, trainer.tokens_trained) - bar.n)
             bar.set_postfix(acceptance_length=f"{metrics.get('acceptance_length', 1.0):.2f}")
             if report is not None:

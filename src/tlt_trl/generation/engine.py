@@ -30,6 +30,10 @@ class UnsupportedEngineError(RuntimeError):
     """The vLLM engine is not one that this package knows how to drive."""
 
 
+class WeightMismatchError(RuntimeError):
+    """The weights in the engine are not those that were pushed."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineStep:
     """
@@ -170,8 +174,16 @@ class RolloutEngine:
             )
 
     @property
+    def device(self) -> torch.device:
+        return self._runner.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._worker.vllm_config.model_config.dtype
+
+    @property
     def is_cpu(self) -> bool:
-        return self._runner.device.type == "cpu"
+        return self.device.type == "cpu"
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -341,7 +353,9 @@ class RolloutEngine:
         choose = self.schedule.choose
         try:
             self.schedule.choose = lambda batch_size: self.schedule.max_draft_tokens
-            params = SamplingParams(temperature=1.0, max_tokens=num_tokens, logprobs=0, ignore_eos=True, detokenize=False)
+            params = SamplingParams(
+                temperature=1.0, max_tokens=num_tokens, logprobs=0, ignore_eos=True, detokenize=False
+            )
             samples = self._generate([prompt_token_ids] * num_samples, params)
             self.schedule.choose = lambda batch_size: 0
             params = SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
@@ -378,7 +392,7 @@ class RolloutEngine:
                 Compare what the engine now holds with what was pushed.
 
         Raises:
-            `RuntimeError`: If a weight in the engine differs from the one pushed.
+            [`WeightMismatchError`]: If a weight in the engine differs from the one pushed.
         """
         from vllm.config import set_current_vllm_config
 
@@ -387,7 +401,7 @@ class RolloutEngine:
         def observed():
             for name, tensor in weights:
                 if verify:
-                    fingerprints[name] = fingerprint_of_weight(tensor, self._target_dtype)
+                    fingerprints[name] = fingerprint_of_weight(tensor, self.dtype)
                 yield name, tensor
             # A tied head is not among the weights, but the engine may multiply by a copy of its own.
             if verify and "lm_head.weight" not in fingerprints and "model.embed_tokens.weight" in fingerprints:
@@ -464,10 +478,9 @@ class RolloutEngine:
                 pushed, lambda name, shape: fingerprint_of_module(model, name, shape, self._multiply)
             )
         if mismatches:
-            raise RuntimeError(
+            raise WeightMismatchError(
                 f"After the weight sync the engine's {what} differs from the one pushed in {len(mismatches)} tensors, "
-                f"first {mismatches[0]}. The rollouts would not come from the policy being trained. Please report this "
-                "with the vLLM version and the model's name."
+                f"first {mismatches[0]}. Please report this with the vLLM version and the model's name."
             )
 
     @staticmethod
@@ -480,10 +493,6 @@ class RolloutEngine:
             return None
         row = row.to(module.weight.device, module.weight.dtype)
         return module.quant_method.apply(module, row, None)
-
-    @property
-    def _target_dtype(self) -> torch.dtype:
-        return self._worker.vllm_config.model_config.dtype
 
     def target_module(self) -> torch.nn.Module:
         return self._runner.get_model()

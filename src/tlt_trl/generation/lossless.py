@@ -226,7 +226,9 @@ def check_engine_logprobs(speculative: Tensor, plain: Tensor, dtype: torch.dtype
     difference = (speculative - plain).abs()
     mean, largest = difference.mean().item(), difference.max().item()
     ok = mean <= tolerance["mean"] and largest <= tolerance["max"]
-    detail = f"mean difference {mean:.2g} (allowed {tolerance['mean']}), largest {largest:.2g} (allowed {tolerance['max']})"
+    detail = (
+        f"mean difference {mean:.2g} (allowed {tolerance['mean']}), largest {largest:.2g} (allowed {tolerance['max']})"
+    )
     cause = "" if ok else ": log-probs under speculation are not those of the policy"
     return CanaryResult("log-probs under speculation", ok, detail + cause)
 

@@ -3,13 +3,12 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from ..strategy import Strategy
 from .engine import EngineStep, RolloutEngine
 
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
-
-    from ..strategy import Strategy
 
 
 @dataclass(slots=True)
@@ -88,12 +87,16 @@ class RolloutLoop:
         self.learning = True  # evaluation rollouts use the selector's choices but teach it nothing
         self.stats = RolloutStats()
         self.steps_by_strategy: dict[str, int] = {}
+        self.disabled: set[str] = set()  # reasons for which speculation is off, whatever the selector says
         self._chosen: Strategy | None = None
         self._context_tokens = 0
         engine.schedule.choose = self._choose
 
     def _choose(self, batch_size: int) -> int:
         """Called by the engine's scheduler in every step, with the number of requests that this step runs."""
+        if self.disabled:
+            self._chosen = Strategy.off()
+            return 0
         self._chosen = self.selector.select(batch_size, self._context_tokens)
         self.engine.set_probabilistic_drafts(self._chosen.draft_sampling == "probabilistic")
         return self._chosen.num_draft_tokens
@@ -120,7 +123,7 @@ class RolloutLoop:
         self._context_tokens = step.context_tokens
         # The tokens of a step come from the drafts of the one before: where the two strategies differ, its seconds and
         # its tokens belong to different choices, and a selector that learnt from it would be misled.
-        if self.learning and step.is_steady:
+        if self.learning and not self.disabled and step.is_steady:
             self.selector.update(
                 strategy,
                 step.batch_size,

@@ -14,7 +14,9 @@ from trl.generation.vllm_generation import VLLMGeneration, empty_cache
 
 from ..drafter.checkpoint import save_drafter
 from . import cpu_backend
-from .engine import RolloutEngine, check_vllm_version
+from ..telemetry.alarms import Alarms
+from .engine import RolloutEngine, WeightMismatchError, check_vllm_version
+from .lossless import InexactEngineError, check_engine_logprobs, check_sampler, failure_message
 from .rollout_loop import RolloutLoop
 
 
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+
+# Any tokens do: the check compares two passes over what the engine itself answers.
+CANARY_PROMPT = list(range(4, 12))
 
 
 class SpeculativeVLLMGeneration(VLLMGeneration):
@@ -64,6 +69,10 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
         self.policy_embedding: torch.Tensor | None = None
         self.policy_lm_head: torch.Tensor | None = None
         self.sync_seconds = 0.0
+        self.alarms = Alarms()
+        # Counts trainings of the drafter; the second is the version that the engine holds.
+        self.drafter_version = 0
+        self.pushed_drafter_version = 0
         super().__init__(**kwargs)
 
     def _init_vllm(self):
@@ -82,7 +91,9 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
             original_llm = vllm_generation.LLM
             vllm_generation.LLM = functools.partial(
                 make_rollout_llm_class(original_llm),
-                speculative_config=self._speculative_config(drafter_dir),
+                speculative_config=speculative_config(
+                    drafter_dir, self.args.max_num_draft_tokens, self.max_num_seqs, self.args.draft_sampling
+                ),
                 # Without statistics the scheduler counts no drafts.
                 disable_log_stats=False,
                 **(self.args.vllm_engine_kwargs or {}),
@@ -94,17 +105,21 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
         self.engine = RolloutEngine(self.llm)
         self.rollout_loop = RolloutLoop(self.engine, self._make_selector(self.engine.max_num_seqs))
         self.llm.rollout_loop = self.rollout_loop
+        self._check_exactness()
 
-    def _speculative_config(self, drafter_dir: str) -> dict:
-        num_draft_tokens = self.args.max_num_draft_tokens
-        return {
-            "method": "eagle3",
-            "model": drafter_dir,
-            "num_speculative_tokens": num_draft_tokens,
-            # Any table makes the scheduler ask for a length in every step; RolloutEngine puts itself in its place.
-            "num_speculative_tokens_per_batch_size": [(1, self.max_num_seqs, num_draft_tokens)],
-            "draft_sample_method": self.args.draft_sampling,
-        }
+    def _check_exactness(self) -> None:
+        """Asks the engine, before anything is trained on its samples, whether it is exact under speculation."""
+        results = check_sampler(self.engine.rejection_sample, self.engine.device)
+        # An engine that sleeps at level 2 has no weights yet.
+        if not self.enable_sleep_mode:
+            speculative, plain = self.engine.speculative_and_plain_logprobs(CANARY_PROMPT)
+            results.append(check_engine_logprobs(speculative, plain, self.engine.dtype))
+        if all(result.ok for result in results):
+            return
+        if self.args.spec_on_inexact == "error":
+            raise InexactEngineError(failure_message(results))
+        logger.warning("%s\nGoing on without speculation.", failure_message(results))
+        self.rollout_loop.disabled.add("inexact")
 
     def sync_weights(self):
         """
@@ -122,9 +137,21 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
             self._llm_weights_sleeping = False
         self.engine.push_target(self._policy_weights(), verify=self.args.verify_weight_sync)
         # Sleep level 2 discards the drafter's weights too, and silently: text stays right, acceptance falls to 1.0.
-        self.engine.push_drafter(self.drafter.vllm_weights(), verify=self.args.verify_weight_sync)
+        self._push_drafter()
         self.llm.reset_prefix_cache()
         self.sync_seconds += time.perf_counter() - started
+
+    def _push_drafter(self) -> None:
+        try:
+            self.engine.push_drafter(self.drafter.vllm_weights(), verify=self.args.verify_weight_sync)
+        except WeightMismatchError as error:
+            # A wrong drafter costs speed, not correctness: the run goes on without it.
+            self.alarms.set("drafter_mismatch", True, str(error))
+            self.rollout_loop.disabled.add("drafter_mismatch")
+            return
+        self.alarms.set("drafter_mismatch", False)
+        self.rollout_loop.disabled.discard("drafter_mismatch")
+        self.pushed_drafter_version = self.drafter_version
 
     def _policy_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The policy's weights as TRL gathers them, keeping a copy of the embedding and the head on the way."""
@@ -137,10 +164,28 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
             yield name, weight
         self.policy_lm_head = self.policy_embedding if head is None else head
 
+    def observe_rollout(self, acceptance_length: float, draft_tokens: float) -> None:
+        """Feeds the alarms after a training rollout."""
+        # The training that has just followed this rollout is pushed before the next one, so it does not count.
+        lag = max(0, self.drafter_version - self.pushed_drafter_version - 1)
+        self.alarms.observe_rollout(acceptance_length, draft_tokens, lag)
+
     def pop_sync_seconds(self) -> float:
         """Seconds spent in weight syncs since the last call."""
         seconds, self.sync_seconds = self.sync_seconds, 0.0
         return seconds
+
+
+def speculative_config(drafter: str, max_draft_tokens: int, max_num_seqs: int, draft_sampling: str) -> dict:
+    """vLLM's `speculative_config` for a drafter whose number of draft tokens is chosen step by step."""
+    return {
+        "method": "eagle3",
+        "model": drafter,
+        "num_speculative_tokens": max_draft_tokens,
+        # Any table makes the scheduler ask for a length in every step; RolloutEngine puts itself in its place.
+        "num_speculative_tokens_per_batch_size": [(1, max_num_seqs, max_draft_tokens)],
+        "draft_sample_method": draft_sampling,
+    }
 
 
 @functools.lru_cache(maxsize=1)
@@ -155,6 +200,8 @@ def make_rollout_llm_class(base):
         rollout_loop: RolloutLoop | None = None
 
         def generate(self, prompts, sampling_params=None, *, use_tqdm=False, **kwargs):
+            if self.rollout_loop is None:
+                return super().generate(prompts, sampling_params, use_tqdm=use_tqdm, **kwargs)
             self.enqueue(prompts, sampling_params, use_tqdm=use_tqdm, **kwargs)
             return self.rollout_loop.run()
 

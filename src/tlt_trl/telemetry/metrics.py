@@ -46,7 +46,9 @@ def rollout_metrics(sums: Sequence[float], num_ranks: int) -> dict[str, float]:
         "tlt/draft_tokens/accepted": float(sum(accepted)),
         "tlt/rollout/tokens": total["emitted_tokens"],
         "tlt/rollout/seconds": total["seconds"] / num_ranks,
-        "tlt/rollout/tokens_per_s": total["emitted_tokens"] / total["seconds"] * num_ranks if total["seconds"] else 0.0,
+        "tlt/rollout/tokens_per_s": total["emitted_tokens"] / total["seconds"] * num_ranks
+        if total["seconds"]
+        else 0.0,
         "tlt/speculation_share": total["speculative_steps"] / total["steps"] if total["steps"] else 0.0,
     }
     for position, count in enumerate(accepted):

@@ -1,0 +1,207 @@
+"""
+GRPO with speculative rollouts on chains of additions, from nothing to a trained policy and a drafter that serves it.
+
+    make demo
+    accelerate launch examples/grpo_reasoning_gym.py --output_dir runs/demo --max_steps 20
+    python examples/grpo_reasoning_gym.py --output_dir runs/qwen --model Qwen/Qwen2.5-0.5B-Instruct
+
+Without `--model` a SmolLM2-135M is cold-started by a short supervised training (cached); without
+`--drafter_model_name_or_path` a drafter is warmed up on the policy's own answers (cached too). Every parameter of
+`TLTGRPOConfig` can be given on the command line. It leaves `policy/`, `drafter/`, `metrics.jsonl` and `summary.json`
+in the output folder and prints the summary as its last line.
+"""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from accelerate import PartialState
+from cold_start import cache_root, cold_started_policy
+from reasoning_tasks import make_dataset, step_reward
+from transformers import AutoTokenizer, HfArgumentParser, TrainerCallback
+
+from tlt_trl import TLTGRPOConfig, TLTGRPOTrainer
+
+
+# What suits a 135M policy on two CPU cores; the command line overrides each of them.
+DEFAULTS = {
+    "output_dir": "runs/demo",
+    "use_vllm": True,
+    "vllm_mode": "colocate",
+    "vllm_max_model_length": 512,
+    "per_device_train_batch_size": 8,
+    "num_generations": 8,
+    "gradient_accumulation_steps": 2,
+    "max_completion_length": 256,
+    "max_steps": 12,
+    "learning_rate": 3e-6,
+    "bf16": True,
+    "beta": 0.0,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "seed": 0,
+}
+
+
+@dataclass
+class DemoArguments:
+    model: str | None = field(default=None, metadata={"help": "Folder or Hub id; default: a cold-started SmolLM2."})
+    warmup_tokens: int = field(default=60_000, metadata={"help": "Answers to warm the drafter up with, in tokens."})
+    warmup_epochs: float = field(default=4.0, metadata={"help": "Passes over them."})
+    draft_vocab_size: int = field(default=2048, metadata={"help": "Reduced vocabulary of the warmed-up drafter."})
+    bench_rounds: int = field(default=3, metadata={"help": "Rollouts of each engine compared at the end; 0: none."})
+
+
+class MetricsFile(TrainerCallback):
+    """Appends every log to `metrics.jsonl`, whatever `report_to` says, and prints one line a step."""
+
+    COLUMNS = {
+        "reward": "reward",
+        "completions/mean_length": "length",
+        "tlt/acceptance_length": "accepted",
+        "tlt/rollout/tokens_per_s": "tok/s",
+        "tlt/speculation_share": "spec",
+        "tlt/drafter/seconds": "drafter_s",
+        "step_time": "step_s",
+    }
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.rows: list[dict[str, float]] = []
+        path.write_text("")
+
+    def on_log(self, args, state, control, logs, **kwargs):
+        if not state.is_world_process_zero or "reward" not in logs:
+            return
+        self.rows.append({"step": state.global_step, **{k: float(v) for k, v in logs.items()}})
+        with self.path.open("a") as file:
+            file.write(json.dumps(self.rows[-1]) + "\n")
+
+    def table(self) -> str:
+        header = "step " + " ".join(f"{name:>9}" for name in self.COLUMNS.values())
+        lines = [
+            f"{row['step']:4d} " + " ".join(f"{row.get(key, float('nan')):9.3f}" for key in self.COLUMNS)
+            for row in self.rows
+        ]
+        return "\n".join([header, *lines])
+
+
+def run_tool(*arguments: str) -> dict:
+    """
+    Runs `tlt-trl` in a process of its own and returns the JSON of its last line.
+
+    Its engine must not share this process: ranks of a distributed run would meet inside it, and its memory would stay.
+    """
+    environment = {name: value for name, value in os.environ.items() if name not in DISTRIBUTED_VARIABLES}
+    command = [sys.executable, "-m", "tlt_trl.cli", *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+DISTRIBUTED_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def write_prompts(dataset, path: Path, num_prompts: int) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = dataset.select(range(min(num_prompts, len(dataset))))
+    path.write_text("".join(json.dumps({"prompt": row["prompt"]}) + "\n" for row in rows))
+    return path
+
+
+def warmed_up_drafter(model: str, prompts: Path, demo: DemoArguments, config: TLTGRPOConfig) -> str:
+    """Folder of a drafter warmed up on the policy's own answers, cached by everything that it depends on."""
+    inputs = [model, prompts.read_text(), demo.warmup_tokens, demo.warmup_epochs, demo.draft_vocab_size, config.seed]
+    inputs += [config.max_completion_length, config.drafter_unroll_steps, config.temperature]
+    key = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()[:16]
+    folder = cache_root() / f"drafter-{key}"
+    if not (folder / "config.json").exists():
+        print("Warming up the drafter on the policy's own answers", flush=True)
+        partial = folder.with_suffix(".partial")
+        metrics = run_tool(
+            "warmup", "--model", model, "--prompts", str(prompts), "--output", str(partial),
+            "--tokens", str(demo.warmup_tokens), "--epochs", str(demo.warmup_epochs),
+            "--draft_vocab_size", str(demo.draft_vocab_size), "--unroll_steps", str(config.drafter_unroll_steps),
+            "--max_completion_length", str(config.max_completion_length), "--temperature", str(config.temperature),
+            "--seed", str(config.seed),
+        )  # fmt: skip
+        partial.rename(folder)
+        print(f"Expected acceptance length on answers held out: {metrics['acceptance_length']:.2f}", flush=True)
+    return str(folder)
+
+
+def main() -> None:
+    started = time.perf_counter()
+    parser = HfArgumentParser((DemoArguments, TLTGRPOConfig))
+    parser.set_defaults(**DEFAULTS)
+    demo, config = parser.parse_args_into_dataclasses()
+    output_dir = Path(config.output_dir)
+    train_dataset = make_dataset(split="train", seed=config.seed)
+    state = PartialState()
+    # One process prepares what is cached; the others find it.
+    with state.main_process_first():
+        model = demo.model or str(cold_started_policy())
+        if config.drafter_model_name_or_path is None:
+            prompts = write_prompts(train_dataset, output_dir / "warmup_prompts.jsonl", 512)
+            config.drafter_model_name_or_path = warmed_up_drafter(model, prompts, demo, config)
+
+    metrics = MetricsFile(output_dir / "metrics.jsonl")
+    trainer = TLTGRPOTrainer(
+        model,
+        step_reward,
+        config,
+        train_dataset,
+        processing_class=AutoTokenizer.from_pretrained(model),
+        callbacks=[metrics],
+    )
+    trainer.train()
+    trainer.save_model(str(output_dir / "policy"))
+    trainer.save_drafter(str(output_dir / "drafter"))
+    if state.is_main_process:
+        summary = summarise(metrics.rows, config, demo, output_dir, train_dataset)
+        summary["seconds"] = round(time.perf_counter() - started, 1)
+        (output_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        print(metrics.table())
+        print(json.dumps(summary), flush=True)
+
+
+def summarise(rows, config: TLTGRPOConfig, demo: DemoArguments, output_dir: Path, dataset) -> dict:
+    # One step holds few prompts: rewards are averaged over a quarter of the run at either end.
+    quarter = max(1, len(rows) // 4)
+
+    def mean(key: str, selected: list[dict[str, float]]) -> float:
+        return sum(row[key] for row in selected) / len(selected)
+
+    step_seconds = sum(row["step_time"] for row in rows)
+    summary = {
+        "steps": len(rows),
+        "reward_first": mean("reward", rows[:quarter]),
+        "reward_last": mean("reward", rows[-quarter:]),
+        "rollout_tokens_per_s": mean("tlt/rollout/tokens_per_s", rows[1:] or rows),
+        "accept_length_first": rows[0]["tlt/acceptance_length"],
+        "accept_length_last": rows[-1]["tlt/acceptance_length"],
+        "accepted_by_position": [
+            rows[-1][key] for key in sorted(rows[-1]) if key.startswith("tlt/acceptance/position_")
+        ],
+        "drafter_seconds_share": sum(row["tlt/drafter/seconds"] for row in rows) / step_seconds,
+        "sync_seconds_share": sum(row["tlt/sync_seconds"] for row in rows) / step_seconds,
+    }
+    if demo.bench_rounds:
+        print("Comparing rollouts of the trained policy with a plain engine", flush=True)
+        bench = run_tool(
+            "bench", "rollout", "--model", str(output_dir / "policy"), "--drafter", str(output_dir / "drafter"),
+            "--prompts", str(write_prompts(dataset, output_dir / "bench_prompts.jsonl", 32)),
+            "--max_completion_length", str(config.max_completion_length), "--temperature", str(config.temperature),
+            "--rounds", str(demo.bench_rounds), "--output", str(output_dir / "bench.json"),
+        )  # fmt: skip
+        summary |= bench
+    return {key: round(value, 4) if isinstance(value, float) else value for key, value in summary.items()}
+
+
+if __name__ == "__main__":
+    main()

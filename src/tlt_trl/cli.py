@@ -1,0 +1,211 @@
+"""Command line: `tlt-trl warmup` and `tlt-trl bench`."""
+
+import argparse
+import json
+import logging
+import os
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="tlt-trl", description="Tools around speculative rollouts for TRL.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    _add_warmup(commands)
+    _add_bench(commands)
+    args = parser.parse_args(argv)
+    # vLLM logs every detail of its start-up; an answer to a command should not drown in it.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    logging.basicConfig(level=logging.WARNING)
+    return args.run(args)
+
+
+def _add_engine_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", required=True, help="folder or Hub id of the policy")
+    parser.add_argument("--prompts", required=True, type=Path, help="JSONL, one prompt a line under the key 'prompt'")
+    parser.add_argument("--max_completion_length", type=int, default=256, help="tokens per answer at most")
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def read_prompts(path: Path, tokenizer) -> list[list[int]]:
+    """
+    Token ids of the prompts of a JSONL file, tokenised as TRL does it: a drafter is sensitive to the prefix.
+
+    Args:
+        path (`Path`):
+            File with one JSON object a line; `prompt` is a text or a list of messages.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            Tokenizer of the policy.
+    """
+    prompts = []
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        row = json.loads(line)
+        if "prompt" not in row:
+            raise ValueError(f"{path}, line {number}: no key 'prompt', only {sorted(row)}.")
+        prompt = row["prompt"]
+        if isinstance(prompt, str):
+            prompts.append(tokenizer(prompt)["input_ids"])
+        else:
+            rendered = tokenizer.apply_chat_template(
+                prompt, add_generation_prompt=True, tokenize=True, return_dict=True
+            )
+            prompts.append(rendered["input_ids"])
+    if not prompts:
+        raise ValueError(f"{path} holds no prompts.")
+    return prompts
+
+
+# ---- warmup -------------------------------------------------------------------------------------------------------
+
+
+def _add_warmup(commands) -> None:
+    parser = commands.add_parser("warmup", help="make a first drafter from a policy's own answers")
+    _add_engine_options(parser)
+    parser.add_argument("--output", required=True, type=Path, help="folder for the drafter")
+    parser.add_argument("--tokens", type=int, default=80_000, help="tokens of answers to sample and learn from")
+    parser.add_argument("--epochs", type=float, default=6.0, help="passes over them")
+    parser.add_argument("--max_seconds", type=float, default=float("inf"), help="training time at most")
+    parser.add_argument("--draft_vocab_size", type=int, help="reduced vocabulary; default: the whole one")
+    parser.add_argument("--unroll_steps", type=int, default=5, help="draft steps to train")
+    parser.add_argument("--learning_rate", type=float, default=1e-3)
+    parser.add_argument("--max_tokens_per_step", type=int, default=256)
+    parser.add_argument("--max_num_seqs", type=int, default=64, help="requests sampled at once")
+    parser.set_defaults(run=run_warmup)
+
+
+def run_warmup(args: argparse.Namespace) -> int:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from .drafter.checkpoint import save_drafter
+    from .drafter.warmup import warm_up_drafter
+    from .generation.standalone import build_llm
+
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    prompts = read_prompts(args.prompts, tokenizer)
+    max_model_len = max(map(len, prompts)) + args.max_completion_length
+    llm = build_llm(args.model, max_num_seqs=args.max_num_seqs, max_model_len=max_model_len, seed=args.seed)
+    sequences = _sample_answers(llm, prompts, args)
+    del llm
+    policy = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16)
+    policy.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    drafter, metrics = warm_up_drafter(
+        policy,
+        sequences,
+        draft_vocab_size=args.draft_vocab_size,
+        always_drafted=[tokenizer.eos_token_id],
+        epochs=args.epochs,
+        max_seconds=args.max_seconds,
+        learning_rate=args.learning_rate,
+        unroll_steps=args.unroll_steps,
+        max_tokens_per_step=args.max_tokens_per_step,
+        temperature=args.temperature,
+        seed=args.seed,
+    )
+    provenance = {"policy": args.model, "command": sys.argv, "held_out": metrics}
+    save_drafter(drafter, args.output, provenance)
+    print(json.dumps({"output": str(args.output), **{name: round(value, 4) for name, value in metrics.items()}}))
+    return 0
+
+
+def _sample_answers(llm, prompts: list[list[int]], args) -> list[tuple[list[int], list[int]]]:
+    """Prompt and answer pairs of about `args.tokens` tokens of answers, round after round over the prompts."""
+    from tqdm.auto import tqdm
+
+    from .generation.standalone import completion_ids
+
+    sequences, sampled = [], 0
+    with tqdm(total=args.tokens, desc="sampling answers", unit="tok", unit_scale=True) as bar:
+        while sampled < args.tokens:
+            # Several times what runs at once, so that the tail of a batch does not run alone.
+            batch = [prompts[i % len(prompts)] for i in range(len(sequences), len(sequences) + 4 * args.max_num_seqs)]
+            answers = completion_ids(
+                llm, batch, temperature=args.temperature, max_tokens=args.max_completion_length, detokenize=False
+            )
+            sequences += list(zip(batch, answers, strict=True))
+            sampled += sum(map(len, answers))
+            bar.update(min(args.tokens, sampled) - bar.n)
+    return sequences
+
+
+# ---- bench --------------------------------------------------------------------------------------------------------
+
+
+def _add_bench(commands) -> None:
+    bench = commands.add_parser("bench", help="measure")
+    what = bench.add_subparsers(dest="what", required=True)
+    parser = what.add_parser("rollout", help="a speculating engine against a plain one, by turns in one process")
+    _add_engine_options(parser)
+    parser.add_argument("--drafter", required=True, help="folder or Hub id of the drafter")
+    parser.add_argument("--selector", default="auto", choices=["fixed", "beg_mab", "cost_model", "auto"])
+    parser.add_argument("--draft_tokens", type=int, nargs="+", default=[1, 2, 3, 5], help="choices of the selector")
+    parser.add_argument("--draft_sampling", default="greedy", choices=["greedy", "probabilistic"])
+    parser.add_argument("--max_num_seqs", type=int, default=8, help="running requests at most")
+    parser.add_argument("--num_prompts", type=int, default=32, help="samples per rollout")
+    parser.add_argument("--rounds", type=int, default=3, help="rollouts of each engine that count")
+    parser.add_argument("--output", type=Path, help="raw figures of every rollout (JSON)")
+    parser.set_defaults(run=run_bench_rollout)
+
+
+def run_bench_rollout(args: argparse.Namespace) -> int:
+    import torch
+    from transformers import AutoTokenizer
+
+    from .bench import compare_rollouts, speedup
+    from .generation.engine import RolloutEngine
+    from .generation.rollout_loop import RolloutLoop
+    from .generation.standalone import build_llm, completion_ids
+    from .strategy import Strategy, make_selector
+
+    prompts = read_prompts(args.prompts, AutoTokenizer.from_pretrained(args.model))
+    prompts = [prompts[i % len(prompts)] for i in range(args.num_prompts)]
+    shape = {
+        "max_num_seqs": args.max_num_seqs,
+        "max_model_len": max(map(len, prompts)) + args.max_completion_length,
+        "seed": args.seed,
+    }
+    plain = build_llm(args.model, **shape)
+    speculative = build_llm(
+        args.model,
+        drafter=args.drafter,
+        max_draft_tokens=max(args.draft_tokens),
+        draft_sampling=args.draft_sampling,
+        **shape,
+    )
+    strategies = [Strategy("eagle3", number, args.draft_sampling) for number in args.draft_tokens]
+    selector = make_selector(args.selector, strategies, args.max_num_seqs, seed=args.seed)
+    loop = speculative.rollout_loop = RolloutLoop(RolloutEngine(speculative), selector)
+
+    def generate(llm):
+        def run(batch: Sequence[list[int]], seed: int) -> list[list[int]]:
+            torch.manual_seed(seed)  # the engines live in this process and sample from its random state
+            return completion_ids(
+                llm, batch, temperature=args.temperature, max_tokens=args.max_completion_length, logprobs=0
+            )
+
+        return run
+
+    engines = {"plain": generate(plain), "speculative": generate(speculative)}
+    results = compare_rollouts(engines, prompts, rounds=args.rounds, seed=args.seed)
+    stats = loop.pop_stats()
+    summary = {
+        "rollout_speedup": round(speedup(results, "speculative", "plain"), 3),
+        "acceptance_length": round(stats.acceptance_length, 3),
+        "accepted_by_position": [round(count / max(1, stats.drafts), 3) for count in stats.accepted_by_position],
+        "steps_by_strategy": loop.steps_by_strategy,
+    }
+    for name, rollouts in results.items():
+        summary[f"{name}_tokens_per_s"] = round(statistics.median(r.tokens_per_s for r in rollouts), 1)
+        summary[f"{name}_mean_length"] = round(statistics.mean(n for r in rollouts for n in r.lengths), 1)
+    if args.output is not None:
+        raw = {name: [{"seconds": r.seconds, "lengths": r.lengths} for r in rs] for name, rs in results.items()}
+        args.output.write_text(json.dumps({"summary": summary, "rollouts": raw, "selector": selector.summary()}))
+    print(json.dumps(summary))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""Engines outside a training run, built as TRL builds its colocated one, for warm-up, benchmarks and the doctor."""
+
+import os
+import socket
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from . import cpu_backend
+from .engine import check_vllm_version
+from .speculative_generation import make_rollout_llm_class, speculative_config
+
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+
+def build_llm(
+    model: str,
+    *,
+    max_num_seqs: int,
+    max_model_len: int,
+    drafter: str | None = None,
+    max_draft_tokens: int = 5,
+    draft_sampling: str = "greedy",
+    gpu_memory_utilization: float = 0.4,
+    seed: int = 0,
+    **engine_kwargs: Any,
+) -> "LLM":
+    """
+    Builds a vLLM engine in this process, with TRL's keywords.
+
+    Args:
+        model (`str`):
+            Folder or Hub id of the policy.
+        max_num_seqs (`int`):
+            Largest number of running requests.
+        max_model_len (`int`):
+            Largest number of tokens of prompt and completion.
+        drafter (`str`, *optional*):
+            Folder or Hub id of a drafter. Without it the engine is a plain one, with no speculative configuration.
+        max_draft_tokens (`int`, *optional*, defaults to `5`):
+            Largest number of draft tokens per step.
+        draft_sampling (`str`, *optional*, defaults to `"greedy"`):
+            `"greedy"` or `"probabilistic"`.
+        gpu_memory_utilization (`float`, *optional*, defaults to `0.4`):
+            Share of the device's memory for this engine; two engines side by side must fit.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of the engine, which vLLM also sets in this process.
+        **engine_kwargs:
+            Further arguments of `vllm.LLM`.
+    """
+    check_vllm_version()
+    # Both must be set before vLLM is imported: the engine has to live in this process to be stepped from here.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
+        os.environ.setdefault(name, value)
+    os.environ.setdefault("MASTER_PORT", str(free_port()))
+    cpu_backend.register()
+    from vllm import LLM
+
+    speculative = {}
+    if drafter is not None:
+        speculative["speculative_config"] = speculative_config(drafter, max_draft_tokens, max_num_seqs, draft_sampling)
+    return make_rollout_llm_class(LLM)(
+        model=model,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        distributed_executor_backend="external_launcher",
+        max_num_batched_tokens=4096,
+        logprobs_mode="processed_logprobs",
+        gpu_memory_utilization=gpu_memory_utilization,
+        seed=seed,
+        disable_log_stats=False,
+        **speculative,
+        **engine_kwargs,
+    )
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def completion_ids(llm: "LLM", prompts: Sequence[list[int]], **sampling: Any) -> list[list[int]]:
+    """
+    Samples one completion per prompt.
+
+    Args:
+        llm (`vllm.LLM`):
+            The engine.
+        prompts (`Sequence[list[int]]`):
+            Prompt token ids.
+        **sampling:
+            Arguments of `vllm.SamplingParams`.
+
+    Returns:
+        `list[list[int]]`: Completion token ids, in the order of the prompts.
+    """
+    from vllm import SamplingParams
+
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], SamplingParams(**sampling), use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]

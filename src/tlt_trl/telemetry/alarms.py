@@ -1,0 +1,74 @@
+"""
+Alarms for what would otherwise fail silently: verification keeps the text right whatever the drafter is worth.
+
+The commonest failure in the field is a run that got slower because nothing is accepted any more. Each alarm warns once,
+loudly, with what to do, and is a metric (`tlt/alarm/<name>`) for as long as it lasts.
+"""
+
+import logging
+
+
+logger = logging.getLogger(__name__)
+
+COLLAPSED_ACCEPTANCE_LENGTH = 1.05
+COLLAPSE_PATIENCE_ROLLOUTS = 5
+STALE_PATIENCE_ROLLOUTS = 2
+
+ADVICE = {
+    "acceptance_collapse": (
+        "Next to none of the drafter's tokens is accepted. If the run has just begun without "
+        "`drafter_model_name_or_path`, the drafter has not learnt enough yet: warm one up with `tlt-trl warmup`. If "
+        "acceptance was good before, look at tlt/drafter/loss and raise `drafter_time_budget` or "
+        "`drafter_learning_rate`. Speculation is switched off where it does not pay."
+    ),
+    "drafter_mismatch": (
+        "The engine's drafter is not the one that was pushed. Speculation is off until a sync succeeds; please report "
+        "the vLLM version and the model's name."
+    ),
+    "drafter_stale": (
+        "The engine has drafted with an old drafter for several rollouts: weights were not synced although the drafter "
+        "was trained. Was `sync_weights` replaced or skipped?"
+    ),
+}
+
+
+class Alarms:
+    """State of all alarms of one run; says which are active and warns when one begins."""
+
+    def __init__(self):
+        self.active: dict[str, bool] = dict.fromkeys(ADVICE, False)
+        self._collapsed_rollouts = 0
+        self._stale_rollouts = 0
+
+    def set(self, name: str, active: bool, detail: str = "") -> None:
+        """Begins or ends an alarm."""
+        if active and not self.active[name]:
+            logger.warning("ALARM %s. %s %s", name, detail, ADVICE[name])
+        self.active[name] = active
+
+    def observe_rollout(self, acceptance_length: float, draft_tokens: float, drafter_lag: int) -> None:
+        """
+        Takes note of one training rollout.
+
+        Args:
+            acceptance_length (`float`):
+                Tokens emitted per verification.
+            draft_tokens (`float`):
+                Draft tokens verified; a rollout without any says nothing about acceptance.
+            drafter_lag (`int`):
+                Versions that the engine's drafter is behind the trainer's.
+        """
+        if draft_tokens:
+            collapsed = acceptance_length < COLLAPSED_ACCEPTANCE_LENGTH
+            self._collapsed_rollouts = self._collapsed_rollouts + 1 if collapsed else 0
+        self.set(
+            "acceptance_collapse",
+            self._collapsed_rollouts >= COLLAPSE_PATIENCE_ROLLOUTS,
+            f"Acceptance length {acceptance_length:.3f} in the last of {self._collapsed_rollouts} rollouts.",
+        )
+        self._stale_rollouts = self._stale_rollouts + 1 if drafter_lag > 0 else 0
+        self.set("drafter_stale", self._stale_rollouts >= STALE_PATIENCE_ROLLOUTS, f"{drafter_lag} versions behind.")
+
+    def metrics(self) -> dict[str, float]:
+        """`tlt/alarm/<name>`: 1.0 while active, else 0.0."""
+        return {f"tlt/alarm/{name}": float(active) for name, active in self.active.items()}
