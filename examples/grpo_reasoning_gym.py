@@ -21,10 +21,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from accelerate import PartialState
-from cold_start import cache_root, cold_started_policy
-from reasoning_tasks import make_dataset, step_reward
 from transformers import AutoTokenizer, HfArgumentParser, TrainerCallback
 
+from cold_start import cache_root, cold_started_policy
+from reasoning_tasks import make_dataset, step_reward
 from tlt_trl import TLTGRPOConfig, TLTGRPOTrainer
 
 

@@ -1,7 +1,6 @@
 """Fixtures for all tests: small policies and tokenizers made on the spot, since no test may download anything."""
 
 import os
-import sys
 
 import pytest
 
@@ -60,8 +59,3 @@ def save_tiny_policy(directory, vocab_size=64, num_layers=4, seed=0, tied=True, 
 @pytest.fixture(scope="session")
 def tiny_policy_dir(tmp_path_factory):
     return save_tiny_policy(tmp_path_factory.mktemp("policy"))
-
-
-def pytest_configure(config):
-    if sys.version_info < (3, 11):
-        raise pytest.UsageError("Python 3.11 or newer is needed.")

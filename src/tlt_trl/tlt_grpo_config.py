@@ -40,8 +40,8 @@ class TLTGRPOConfig(GRPOConfig):
         verify_weight_sync (`bool`, *optional*, defaults to `True`):
             Whether to read weights back from the engine after every sync and compare them with what was pushed.
         spec_on_inexact (`str`, *optional*, defaults to `"error"`):
-            What to do when the check at start-up finds that the engine is not exact under speculation: `"error"` stops,
-            `"disable"` goes on without speculation.
+            What to do when the check at start-up finds that the engine is not exact under speculation: `"error"`
+            stops, `"disable"` goes on without speculation.
 
         > Parameters that control the drafter
 
@@ -76,9 +76,9 @@ class TLTGRPOConfig(GRPOConfig):
     speculation_selector: str = field(
         default="auto",
         metadata={
-            "help": "How the number of draft tokens of every engine step is chosen: `fixed`, `beg_mab`, `cost_model` or "
-            "`auto`. The adaptive ones spend a few steps per rollout on trying alternatives and switch speculation off "
-            "where it does not pay; `fixed` never explores and can lose at large batches."
+            "help": "How the number of draft tokens of every engine step is chosen: `fixed`, `beg_mab`, `cost_model` "
+            "or `auto`. The adaptive ones spend a few steps per rollout on trying alternatives and switch speculation "
+            "off where it does not pay; `fixed` never explores and can lose at large batches."
         },
     )
     num_draft_tokens: int = field(
@@ -105,9 +105,9 @@ class TLTGRPOConfig(GRPOConfig):
     draft_sampling: str = field(
         default="greedy",
         metadata={
-            "help": "How the drafter picks its tokens. `greedy` accepts with the policy's probability of the drafter's "
-            "best token, `probabilistic` with one minus the total variation between the two distributions, at the "
-            "cost of a softmax over the vocabulary per draft token. Both are lossless."
+            "help": "How the drafter picks its tokens. `greedy` accepts with the policy's probability of the "
+            "drafter's best token, `probabilistic` with one minus the total variation between the two distributions, "
+            "at the cost of a softmax over the vocabulary per draft token. Both are lossless."
         },
     )
     vllm_engine_kwargs: dict[str, Any] | str | None = field(
@@ -125,8 +125,8 @@ class TLTGRPOConfig(GRPOConfig):
     spec_on_inexact: str = field(
         default="error",
         metadata={
-            "help": "What to do when the check at start-up finds that the engine is not exact under speculation: `error` "
-            "stops, `disable` goes on without speculation, as plain TRL would."
+            "help": "What to do when the check at start-up finds that the engine is not exact under speculation: "
+            "`error` stops, `disable` goes on without speculation, as plain TRL would."
         },
     )
 
@@ -176,8 +176,8 @@ class TLTGRPOConfig(GRPOConfig):
     drafter_max_tokens_per_step: int = field(
         default=512,
         metadata={
-            "help": "Tokens packed into one optimiser step of the drafter. Smaller learns more from the same tokens and "
-            "stops sooner, larger uses a GPU better; samples longer than it are trained on in windows."
+            "help": "Tokens packed into one optimiser step of the drafter. Smaller learns more from the same tokens "
+            "and stops sooner, larger uses a GPU better; samples longer than it are trained on in windows."
         },
     )
     drafter_max_grad_norm: float = field(
@@ -196,8 +196,8 @@ class TLTGRPOConfig(GRPOConfig):
     feature_long_answer_fraction: float = field(
         default=0.5,
         metadata={
-            "help": "Share of a drafter batch that is drawn from the longest answers. Early finishers are short, and the "
-            "tail is where speculation pays."
+            "help": "Share of a drafter batch that is drawn from the longest answers. Early finishers are short, and "
+            "the tail is where speculation pays."
         },
     )
 

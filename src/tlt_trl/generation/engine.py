@@ -2,9 +2,9 @@
 The only module that touches vLLM's private attributes.
 
 It drives an in-process vLLM V1 engine (what TRL's colocate mode builds) one step at a time, lets the caller decide the
-number of draft tokens of every step, reports what the step did, and pushes policy and drafter weights with a read-back.
-Everything private that it needs is looked up once, at start-up; when vLLM is not what this module was written against,
-the error says so and names the supported versions.
+number of draft tokens of every step, reports what the step did, and pushes policy and drafter weights with a
+read-back. Everything private that it needs is looked up once, at start-up; when vLLM is not what this module was
+written against, the error says so and names the supported versions.
 """
 
 import operator
@@ -78,7 +78,7 @@ class EngineStep:
 
     @property
     def is_steady(self) -> bool:
-        """Whether drafting and verification of this step belong to the same number of draft tokens, without prefill."""
+        """Whether this step drafted as many tokens per request as it verified, without prefill."""
         return not self.has_prefill and self.num_verified == self.num_proposed
 
 
@@ -169,8 +169,8 @@ class RolloutEngine:
         # The V2 runner (vllm.v1.worker.gpu.model_runner) keeps its draft tokens and its weights elsewhere.
         if not isinstance(self._runner, GPUModelRunner):
             raise UnsupportedEngineError(
-                f"vLLM uses the model runner {type(self._runner).__module__}.{type(self._runner).__name__}, which is not "
-                "supported. Set VLLM_USE_V2_MODEL_RUNNER=0 before the trainer is built."
+                f"vLLM uses the model runner {type(self._runner).__module__}.{type(self._runner).__name__}, which is "
+                "not supported. Set VLLM_USE_V2_MODEL_RUNNER=0 before the trainer is built."
             )
 
     @property
@@ -291,8 +291,8 @@ class RolloutEngine:
                 Filters, the same for all requests; 1.0 and 0 switch them off.
 
         Returns:
-            `tuple[torch.Tensor, torch.Tensor]`: Emitted tokens, -1 after the first rejection, and their log-probs, both
-            of shape (batch_size, k + 1).
+            `tuple[torch.Tensor, torch.Tensor]`: Emitted tokens, -1 after the first rejection, and their log-probs,
+            both of shape (batch_size, k + 1).
         """
         from vllm.v1.sample.logits_processor import LogitsProcessors
         from vllm.v1.sample.metadata import SamplingMetadata
@@ -345,8 +345,8 @@ class RolloutEngine:
         Samples with as many draft tokens as possible, then scores the same tokens in a plain pass.
 
         Returns:
-            `tuple[torch.Tensor, torch.Tensor]`: Log-probs from the speculative rollout and from the plain pass, both of
-            shape (tokens,).
+            `tuple[torch.Tensor, torch.Tensor]`: Log-probs from the speculative rollout and from the plain pass, both
+            of shape (tokens,).
         """
         from vllm import SamplingParams
 
@@ -410,7 +410,7 @@ class RolloutEngine:
         model = self._runner.model
         with set_current_vllm_config(self._worker.vllm_config), torch.no_grad():
             if self.is_cpu:
-                # The CPU backend packs linear weights and drops their loaders: only the layerwise reload rebuilds them.
+                # The CPU backend packs linear weights and drops their loaders; the layerwise reload rebuilds both.
                 self._runner.reload_weights(weights_iterator=observed())
                 self._repack_tied_head(model)
             else:
@@ -485,7 +485,7 @@ class RolloutEngine:
 
     @staticmethod
     def _multiply(module: torch.nn.Module, row: torch.Tensor) -> torch.Tensor | None:
-        """`row` of shape (1, in_features) times a layer's weight, through the kernel and the copy that decoding uses."""
+        """`row` of shape (1, in_features) times a layer's weight, by the kernel and the copy that decoding uses."""
         from vllm.model_executor.layers.linear import LinearBase
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 

@@ -2,8 +2,8 @@
 Is this engine exact under speculation? A canary that asks the engine itself, and the sampling parameters it refuses.
 
 Speculative sampling (arXiv 2211.17192) leaves the sampled distribution as it is, if the engine implements it. Engines
-got it wrong quietly: a temperature read from uninitialised memory, log-probs shifted, a greedy check under sampling. The
-text still looks right; what is learnt from it is not.
+got it wrong quietly: a temperature read from uninitialised memory, log-probs shifted, a greedy check under sampling.
+The text still looks right; what is learnt from it is not.
 """
 
 import math
@@ -104,8 +104,8 @@ def chi_square_p_value(counts: Tensor, probabilities: Tensor, min_expected: floa
     """
     Probability of a deviation at least as large as the observed one, if the samples follow `probabilities`.
 
-    Cells that expect fewer than `min_expected` samples are merged into one. A sample in a cell of probability zero gives
-    0.0, whatever the rest looks like.
+    Cells that expect fewer than `min_expected` samples are merged into one. A sample in a cell of probability zero
+    gives 0.0, whatever the rest looks like.
 
     Args:
         counts (`torch.Tensor` of shape (num_cells,)):
@@ -198,8 +198,8 @@ def _check_frequencies(tokens: Tensor, exact: Tensor, threshold: float, label: s
     return CanaryResult(
         name,
         False,
-        f"chi-square p = {worst:.2g}, below {threshold:.2g}: the engine does not sample with the temperature (or top_p, "
-        "top_k) that it was given",
+        f"chi-square p = {worst:.2g}, below {threshold:.2g}: the engine does not sample with the temperature (or "
+        "top_p, top_k) that it was given",
     )
 
 

@@ -2,8 +2,8 @@
 Comparing weights that were pushed into an engine with what the engine holds.
 
 An engine may fuse weights (q, k and v in one tensor), pad them, or pack them into a form that cannot be read (the CPU
-backend keeps an empty `weight`). What can be read is compared bit for bit by a checksum; what was packed is compared by
-the layer's output for a fixed probe vector.
+backend keeps an empty `weight`). What can be read is compared bit for bit by a checksum; what was packed is compared
+by the layer's output for a fixed probe vector.
 """
 
 import functools

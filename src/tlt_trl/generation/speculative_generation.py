@@ -13,8 +13,8 @@ from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration, empty_cache
 
 from ..drafter.checkpoint import save_drafter
-from . import cpu_backend
 from ..telemetry.alarms import Alarms
+from . import cpu_backend
 from .engine import RolloutEngine, WeightMismatchError, check_vllm_version
 from .lossless import InexactEngineError, check_engine_logprobs, check_sampler, failure_message
 from .rollout_loop import RolloutLoop

@@ -1,8 +1,8 @@
 """
 Alarms for what would otherwise fail silently: verification keeps the text right whatever the drafter is worth.
 
-The commonest failure in the field is a run that got slower because nothing is accepted any more. Each alarm warns once,
-loudly, with what to do, and is a metric (`tlt/alarm/<name>`) for as long as it lasts.
+The commonest failure in the field is a run that got slower because nothing is accepted any more. Each alarm warns
+once, loudly, with what to do, and is a metric (`tlt/alarm/<name>`) for as long as it lasts.
 """
 
 import logging
@@ -26,8 +26,8 @@ ADVICE = {
         "the vLLM version and the model's name."
     ),
     "drafter_stale": (
-        "The engine has drafted with an old drafter for several rollouts: weights were not synced although the drafter "
-        "was trained. Was `sync_weights` replaced or skipped?"
+        "The engine has drafted with an old drafter for several rollouts: weights were not synced although the "
+        "drafter was trained. Was `sync_weights` replaced or skipped?"
     ),
 }
 

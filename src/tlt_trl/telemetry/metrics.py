@@ -35,8 +35,8 @@ def rollout_metrics(sums: Sequence[float], num_ranks: int) -> dict[str, float]:
             Number of ranks that were summed; rates are per rank-second, times the ranks that run at once.
 
     Returns:
-        `dict[str, float]`: Values by metric name. Acceptance by position is the share of verified drafts whose token at
-        that position was accepted; positions that were never drafted are left out.
+        `dict[str, float]`: Values by metric name. Acceptance by position is the share of verified drafts whose token
+        at that position was accepted; positions that were never drafted are left out.
     """
     total = dict(zip(SUMMED, sums, strict=False))
     accepted = list(sums[len(SUMMED) :])
