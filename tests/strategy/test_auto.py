@@ -56,10 +56,12 @@ def test_a_bucket_without_any_use_is_not_discounted():
 
 
 def test_finds_an_arm_that_the_linear_model_denies():
-    # 3 draft tokens are best, its neighbours 1 and 5 are bad: no smooth model says so.
-    rates = {0: 1.0, 1: 0.7, 3: 1.4, 5: 0.7}
-    counts = play(AutoSelector(ARMS, [1, 2, 4]), 3000, lambda s: rates[s.num_draft_tokens])
-    assert counts["eagle3 x3"] > 2600
+    # 3 draft tokens are best, its neighbours 1 and 5 are slower than off: no smooth model says so.
+    rates = {0: 1.0, 1: 0.9, 3: 1.3, 5: 0.9}
+    selector = AutoSelector(ARMS, [1, 2, 4])
+    play(selector, 3000, lambda s: rates[s.num_draft_tokens])
+    counts = play(selector, 2000, lambda s: rates[s.num_draft_tokens])
+    assert counts["eagle3 x3"] > 1850
 
 
 def test_hopeless_arms_cost_no_more_than_the_budget():

@@ -88,15 +88,15 @@ def test_exploration_decays_and_reopens():
             best += mab.select(4) != K1
         return best
 
-    mab = BEGMAB(ARMS, [4], epsilon=0.3, rng=random.Random(0), min_dwell_steps=1, warmup_steps=0, min_samples=1)
+    mab = BEGMAB(ARMS, [4], epsilon=1.0, rng=random.Random(0), min_dwell_steps=1, warmup_steps=0, min_samples=1)
     feed(mab, OFF, 4, 1.0, 0.02, 5)
-    feed(mab, K1, 4, 2.0, 0.02, 5)
+    feed(mab, K1, 4, 2.0, 0.02, 64)
     feed(mab, K3, 4, 2.0, 0.022, 5)
-    early = explored(mab, 200)
-    late = explored(mab, 200)
-    assert early > 2 * late > 0
+    early = explored(mab, 500)
+    late = explored(mab, 500)
+    assert early > 1.5 * late > 0
     tried = {row["strategy"]: cell.trials for row, cell in zip(mab.summary(), mab._cells[0], strict=True)}
-    assert tried["eagle3 x3"] > 3 * tried["off"]  # the arm at half the rate is explored far less
+    assert tried["eagle3 x3"] > 2 * tried["off"] > 0  # the arm at half the rate is explored far less
 
     feed(mab, K1, 4, 1.0, 0.02, 40)  # its tokens halve: drift
     assert all(cell.trials == 0.0 for cell in mab._cells[0])

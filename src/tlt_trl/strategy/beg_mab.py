@@ -108,6 +108,8 @@ class BEGMAB(Selector):
         self.drift = drift
         self._cells = [[Cell(window) for _ in self.strategies] for _ in self.bucket_edges]
         self._values = [[0.0] * len(self.strategies) for _ in self.bucket_edges]  # 0.0 while unseen
+        buckets = range(len(self.bucket_edges))  # all other buckets, nearest first
+        self._neighbours = [sorted((b for b in buckets if b != m), key=lambda b: abs(b - m)) for m in buckets]
 
     def _choose(self, bucket: int, batch_size: int, context_tokens: int) -> int:
         values, cells = self._values[bucket], self._cells[bucket]
@@ -129,13 +131,19 @@ class BEGMAB(Selector):
         return best
 
     def _neighbour_values(self, bucket: int) -> list[float]:
-        """Values relative to the best one in the nearest bucket that has seen each arm; 1.0 where none has."""
-        others = sorted((b for b in range(len(self._values)) if b != bucket), key=lambda b: abs(b - bucket))
+        """
+        For the arms unseen here: value relative to the best one in the nearest bucket that has seen the arm, 1.0 where
+        none has.
+        """
         prior = [1.0] * len(self.strategies)
-        for arm in range(len(prior)):
-            seen = next((b for b in others if self._values[b][arm]), None)
-            if seen is not None:
-                prior[arm] = self._values[seen][arm] / max(self._values[seen])
+        missing = [arm for arm, value in enumerate(self._values[bucket]) if not value]
+        for neighbour in self._neighbours[bucket]:
+            values = self._values[neighbour]
+            best = max(values)
+            for arm in missing:
+                if values[arm]:
+                    prior[arm] = values[arm] / best
+            missing = [arm for arm in missing if not values[arm]]
         return prior
 
     def _observe(self, bucket, arm, batch_size, emitted_tokens, seconds, context_tokens, accepted_by_position) -> None:

@@ -2,7 +2,8 @@
 Step-time model and acceptance model, and the strategy with the best predicted tokens per second: the rule of RLHFSpec
 (arXiv 2512.04752), which publishes the idea but no formulas; the formulas here are our own.
 
-    seconds  = c0 + c1 * batch + c2 * verified tokens + c3 * context tokens + c_drafter * draft tokens
+    seconds  = c0 + c1 * batch + c2 * verified tokens + c3 * context tokens
+               + (c4 + c_drafter * draft tokens if speculating)
     tokens   = batch * (1 + p1 + p1 p2 + ...)          p_i: acceptance of draft token i given that i - 1 was accepted
     choice   = argmax tokens / seconds
 

@@ -1,7 +1,11 @@
 """
 Seconds of an engine step as a function of its shape, fitted while the engine runs: one half of cost_model.py.
 
-    seconds  = c0 + c1 * batch + c2 * verified tokens + c3 * context tokens + c_drafter * draft tokens
+    seconds  = c0 + c1 * batch + c2 * verified tokens + c3 * context tokens
+               + (c4 + c_drafter * draft tokens if speculating)
+
+c4 is what any speculating step costs, such as rejection sampling: without it, a slow step with one draft token would
+make several look hopeless.
 """
 
 from __future__ import annotations
@@ -36,8 +40,9 @@ class StepTimeModel:
             Steps between fits.
     """
 
-    # Seconds relative to an empty step: base, per request, per verified token, per context token, per draft token.
-    PRIOR = (1.0, 0.01, 0.02, 1e-6, 0.1)
+    # Seconds relative to an empty step: base, per request, per verified token, per context token, speculating at all,
+    # per draft token.
+    PRIOR = (1.0, 0.01, 0.02, 1e-6, 0.1, 0.1)
     # Squared ratio of the noise of a row (5 %) to the trust in the prior (a factor of about 3).
     RIDGE = (0.05 / 2.0) ** 2
     HUBER = 0.15  # relative error above which a row weighs less
@@ -49,13 +54,14 @@ class StepTimeModel:
         self.row_window = row_window
         self.refit_steps = refit_steps
         self.draft_tokens = np.array([s.num_draft_tokens for s in strategies], dtype=float)  # shape (arms,)
+        self.speculating = (self.draft_tokens > 0).astype(float)
         self.methods = sorted({(s.method, s.draft_sampling) for s in strategies if not s.is_off})
         # Draft tokens in the column of the arm's drafter, shape (arms, drafters).
         self.draft_columns = np.array(
             [[s.num_draft_tokens * ((s.method, s.draft_sampling) == m) for m in self.methods] for s in strategies],
             dtype=float,
         ).reshape(len(strategies), len(self.methods))
-        self.prior = np.array([*self.PRIOR[:4], *[self.PRIOR[4]] * len(self.methods)])
+        self.prior = np.array([*self.PRIOR[:5], *[self.PRIOR[5]] * len(self.methods)])
         self.log_drift = 0.0
         self.steps = 0
         self.rows: dict[tuple[int, int], SlidingMedian] = {}
@@ -66,8 +72,9 @@ class StepTimeModel:
         self._set_coefficients(self.prior * 1e-2)  # a step of 10 ms until something is measured
 
     def _set_coefficients(self, coefficients: np.ndarray) -> None:
-        self.coefficients = coefficients  # shape (4 + drafters,)
-        self._draft_seconds = self.draft_columns @ coefficients[4:]  # shape (arms,)
+        self.coefficients = coefficients  # shape (5 + drafters,)
+        # shape (arms,)
+        self._draft_seconds = self.speculating * coefficients[4] + self.draft_columns @ coefficients[5:]
 
     def predict(self, batch_size: int, context_tokens: float) -> np.ndarray:
         """Seconds per step of all arms on the machine as it is now, of shape (arms,)."""
@@ -110,10 +117,11 @@ class StepTimeModel:
         self._set_coefficients(solution * prior)
 
     def _row_features(self, batches: np.ndarray, arms: np.ndarray) -> np.ndarray:
-        """Features of the rows `(batches[i], arms[i])`, of shape (rows, 4 + drafters)."""
+        """Features of the rows `(batches[i], arms[i])`, of shape (rows, 5 + drafters)."""
         verified = batches * (self.draft_tokens[arms] + 1.0)
         context = self.row_context[batches, arms]
-        return np.column_stack([np.ones(len(arms)), batches, verified, context, self.draft_columns[arms]])
+        columns = [np.ones(len(arms)), batches, verified, context, self.speculating[arms], self.draft_columns[arms]]
+        return np.column_stack(columns)
 
     def log_residuals(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Batch size, arm, steps and log(measured / predicted seconds) of every row, each of shape (rows,)."""
