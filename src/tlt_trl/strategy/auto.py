@@ -188,10 +188,10 @@ class AutoSelector(Selector):
     def _correct(self) -> None:
         """Correction of each bucket and arm from the residuals of the step-time fit, of shape (buckets, arms)."""
         batches, arms, steps, residuals = self.model.step_time.log_residuals()
-        cells = (np.take(self._bucket_of, batches), arms)
-        weight, total = np.zeros_like(self._seen), np.zeros_like(self._seen)
-        np.add.at(weight, cells, steps)
-        np.add.at(total, cells, steps * np.clip(residuals, -1.0, 1.0))
+        shape = self._seen.shape
+        cells = np.take(self._bucket_of, batches) * shape[1] + arms
+        weight = np.bincount(cells, steps, shape[0] * shape[1]).reshape(shape)
+        total = np.bincount(cells, steps * np.clip(residuals, -1.0, 1.0), shape[0] * shape[1]).reshape(shape)
         prior = self._kernel @ total / (self._kernel @ weight + self.shrink_steps)
         self._correction = np.exp(-(total + self.shrink_steps * prior) / (weight + self.shrink_steps))
 
