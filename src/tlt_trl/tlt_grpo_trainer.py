@@ -18,6 +18,9 @@ from .drafter.modeling_drafter import Drafter
 from .drafter.vocabulary import most_frequent_token_ids
 from .generation.lossless import check_sampling_parameters
 from .generation.speculative_generation import SpeculativeVLLMGeneration
+from .idle.averaging import average_by_tokens
+from .idle.spot_training import train_until_all_finished
+from .idle.straggler_wait import StragglerWait
 from .strategy import Strategy, make_selector
 from .telemetry.metrics import rollout_metrics, rollout_sums
 from .tlt_grpo_config import TLTGRPOConfig
@@ -77,6 +80,8 @@ class TLTGRPOTrainer(GRPOTrainer):
     _record_next_scoring_pass = False
     _last_rollout_end_s: float | None = None
     _drafter_credit_s = 0.0
+    _straggler_wait: StragglerWait | None = None
+    _tokens_at_merge = 0
 
     def __init__(
         self,
@@ -215,6 +220,14 @@ class TLTGRPOTrainer(GRPOTrainer):
             temperature=self.temperature,
             seed=args.seed + self.accelerator.process_index,
         )
+        if self.accelerator.num_processes > 1:
+            self._straggler_wait = StragglerWait(
+                torch.distributed.distributed_c10d._get_default_store(),
+                self.accelerator.process_index,
+                self.accelerator.num_processes,
+                timeout_s=args.ddp_timeout,
+            )
+            self.vllm_generation.before_drafter_push = self._merge_drafters
 
     # ---- rollout ---------------------------------------------------------------------------------------------------
 
@@ -256,25 +269,41 @@ class TLTGRPOTrainer(GRPOTrainer):
             self.accelerator.gather = gather
 
     def _train_drafter(self, rollout_started_s: float) -> None:
+        """Trains the drafter while other ranks are still generating or, on a single process, within its budget."""
+        generation = self.vllm_generation
+        self.drafter_trainer.set_target(generation.policy_embedding, generation.policy_lm_head)
+        if self._straggler_wait is not None:
+            self._straggler_wait.announce()
+            report = train_until_all_finished(self.drafter_trainer, self._straggler_wait)
+        else:
+            report = self._train_within_budget(rollout_started_s)
+        if report["steps"]:
+            generation.drafter_version += 1
+        self._metrics["train"]["tlt/buffer/tokens"].append(float(self.feature_buffer.num_tokens))
+        for name, value in report.items():
+            self._metrics["train"][f"tlt/drafter/{name}"].append(value)
+
+    def _train_within_budget(self, rollout_started_s: float) -> dict[str, float]:
         """
-        Trains the drafter for at most its share of the time since the last rollout ended.
+        Trains for at most the drafter's share of the time since the last rollout ended.
 
         What is left of the share is carried over, so that optimiser steps longer than one rollout's share are still
         taken, only less often.
         """
-        generation = self.vllm_generation
-        self.drafter_trainer.set_target(generation.policy_embedding, generation.policy_lm_head)
         now = time.perf_counter()
         period_s = now - (self._last_rollout_end_s or rollout_started_s)
         self._drafter_credit_s += self.args.drafter_time_budget * period_s
         report = self.drafter_trainer.train_for(self._drafter_credit_s)
         self._last_rollout_end_s = time.perf_counter()
         self._drafter_credit_s -= report["seconds"]
-        if report["steps"]:
-            generation.drafter_version += 1
-        self._metrics["train"]["tlt/buffer/tokens"].append(float(self.feature_buffer.num_tokens))
-        for name, value in report.items():
-            self._metrics["train"][f"tlt/drafter/{name}"].append(value)
+        return report
+
+    def _merge_drafters(self) -> None:
+        """Averages the drafters that ranks have trained apart; every rank must call it."""
+        tokens = self.drafter_trainer.tokens_trained
+        tensors = self.drafter_trainer.mergeable_tensors()
+        average_by_tokens(tensors, tokens - self._tokens_at_merge, torch.distributed.all_reduce)
+        self._tokens_at_merge = tokens
 
     def _log_rollout(self, mode: str) -> None:
         generation = self.vllm_generation

@@ -126,7 +126,7 @@ class TestTrainFor:
         trainer = make_trainer()
         step = trainer.step
 
-        def slow_step():
+        def slow_step(max_tokens):
             time.sleep(0.05)
             return step()
 

@@ -25,6 +25,9 @@ from .unroll import unroll
 
 logger = logging.getLogger(__name__)
 
+# Below this a batch holds too little of an answer to learn its later draft steps from.
+MIN_TOKENS_PER_STEP = 64
+
 
 def _never() -> bool:
     return False
@@ -113,7 +116,8 @@ class DrafterTrainer:
         self._lm_head: Tensor | None = None
         self._draft_head: Tensor | None = None
         self._last_good: dict[str, Tensor] = {}
-        self._step_seconds: float | None = None  # running estimate
+        self._step_seconds: float | None = None  # running estimates
+        self._token_seconds: float | None = None
 
     @torch.no_grad()
     def set_target(self, embed_tokens: Tensor, lm_head: Tensor) -> None:
@@ -135,19 +139,24 @@ class DrafterTrainer:
         if self._parameters_are_finite():
             self._last_good = {name: tensor.clone() for name, tensor in self.drafter.named_parameters()}
 
-    def step(self) -> dict[str, float] | None:
+    def step(self, max_tokens: int | None = None) -> dict[str, float] | None:
         """
         One optimiser step on one packed batch.
+
+        Args:
+            max_tokens (`int`, *optional*):
+                Tokens of this batch, when fewer than `max_tokens_per_step` are wanted.
 
         Returns:
             `dict[str, float]` or `None`: metrics of the batch; only `dropped_batches` when it was dropped because its
             loss or gradient was not finite (the weights are then as before); `None` when there is nothing to train on.
         """
         self._check_target()
-        samples = self.buffer.sample_batch(self.max_tokens_per_step, self.generator)
+        max_tokens = self.max_tokens_per_step if max_tokens is None else min(max_tokens, self.max_tokens_per_step)
+        samples = self.buffer.sample_batch(max_tokens, self.generator)
         if not samples:
             return None
-        batch = pack([crop(sample, self.max_tokens_per_step, self.generator) for sample in samples])
+        batch = pack([crop(sample, max_tokens, self.generator) for sample in samples])
         if len(batch.rows(0)) == 0:
             return None
         loss, metrics = self._loss(batch.to(self.device))
@@ -163,12 +172,22 @@ class DrafterTrainer:
         self.tokens_trained += batch.num_tokens
         return metrics | {"grad_norm": grad_norm.item(), "tokens": float(batch.num_tokens)}
 
-    def train_for(self, seconds_budget: float, stop: Callable[[], bool] = _never) -> dict[str, float]:
+    def train_for(
+        self, seconds_budget: float, stop: Callable[[], bool] = _never, max_step_s: float = float("inf")
+    ) -> dict[str, float]:
         """
         Train until the time is up, `stop()` is true or there is nothing to train on.
 
         A step is begun only when the running estimate of its time still fits, so the budget is exceeded by at most one
         step. The first step of all has no estimate and is begun when there is any budget.
+
+        Args:
+            seconds_budget (`float`):
+                Time to spend.
+            stop (`Callable[[], bool]`, *optional*):
+                Asked before every step.
+            max_step_s (`float`, *optional*, defaults to no limit):
+                Longest step wanted, and with it the delay after `stop()`; batches are made smaller to keep to it.
 
         Returns:
             `dict[str, float]`: `steps`, `seconds`, `tokens` of this call, and the mean of the steps' other metrics.
@@ -180,12 +199,13 @@ class DrafterTrainer:
             began = time.perf_counter()
             if began - start + (self._step_seconds or 0.0) > seconds_budget:
                 break
-            metrics = self.step()
+            metrics = self.step(self._tokens_for(max_step_s))
             if metrics is None:
                 break
             self._update_step_seconds(time.perf_counter() - began)
             if "loss" not in metrics:
                 continue
+            self._update_token_seconds((time.perf_counter() - began) / metrics["tokens"])
             steps += 1
             tokens += metrics.pop("tokens")
             for name, value in metrics.items():
@@ -206,6 +226,23 @@ class DrafterTrainer:
                 temperature=self.temperature,
                 max_tokens=self.max_tokens_per_step,
             )
+
+    def mergeable_tensors(self) -> list[Tensor]:
+        """
+        Weights and optimiser state, the same list on every rank: what ranks that trained apart average.
+
+        State that AdamW makes at its first step is made here for a rank that has not taken one.
+        """
+        parameters = list(self.drafter.parameters())
+        for parameter in parameters:
+            if not self.optimizer.state[parameter]:
+                self.optimizer.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+        state = [self.optimizer.state[p][name] for p in parameters for name in ("step", "exp_avg", "exp_avg_sq")]
+        return [*parameters, *state]
 
     def state_dict(self) -> dict[str, Any]:
         """Optimiser, counters and generator. The weights are saved by [`~tlt_trl.drafter.checkpoint.save_drafter`]."""
@@ -265,6 +302,17 @@ class DrafterTrainer:
 
     def _update_step_seconds(self, seconds: float) -> None:
         self._step_seconds = seconds if self._step_seconds is None else 0.7 * self._step_seconds + 0.3 * seconds
+
+    def _tokens_for(self, max_step_s: float) -> int | None:
+        """Tokens that one step can take in that time; a first step has no estimate and is the smallest there is."""
+        if max_step_s == float("inf"):
+            return None
+        if self._token_seconds is None:
+            return MIN_TOKENS_PER_STEP
+        return max(MIN_TOKENS_PER_STEP, int(max_step_s / self._token_seconds))
+
+    def _update_token_seconds(self, seconds: float) -> None:
+        self._token_seconds = seconds if self._token_seconds is None else 0.7 * self._token_seconds + 0.3 * seconds
 
     def _autocast(self) -> torch.autocast:
         enabled = self.autocast_dtype != torch.float32

@@ -70,6 +70,8 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
         self.policy_lm_head: torch.Tensor | None = None
         self.sync_seconds = 0.0
         self.alarms = Alarms()
+        # Called before the drafter is pushed, on all ranks: the place to merge what they trained apart.
+        self.before_drafter_push: Callable[[], None] = lambda: None
         # Counts trainings of the drafter; the second is the version that the engine holds.
         self.drafter_version = 0
         self.pushed_drafter_version = 0
@@ -136,6 +138,7 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
         self.engine.push_target(self._policy_weights(), verify=self.args.verify_weight_sync)
+        self.before_drafter_push()
         # Sleep level 2 discards the drafter's weights too, and silently: text stays right, acceptance falls to 1.0.
         self._push_drafter()
         self.llm.reset_prefix_cache()

@@ -1,0 +1,109 @@
+"""
+Who has finished its rollout? Asked of the key-value store of the running process group, without a collective.
+
+A rank whose engine is done announces it and may use its time until the last rank is done; a blocking collective would
+hold it instead. The store works across nodes, needs no extra port, and is asked a constant number of times per rank and
+rollout: one `set`, one `add`, and one `wait` that blocks inside the server, so nothing polls.
+"""
+
+import threading
+import time
+from datetime import timedelta
+
+from torch.distributed import DistError, PrefixStore, Store
+
+
+class StragglerError(RuntimeError):
+    """Ranks did not finish their rollout within the deadline, or the store went away with one of them."""
+
+
+class StragglerWait:
+    """
+    One per rank; all ranks call [`announce`] once for every rollout.
+
+    Args:
+        store (`torch.distributed.Store`):
+            Store of the running process group.
+        rank (`int`):
+            This rank.
+        world_size (`int`):
+            Number of ranks.
+        timeout_s (`float`, *optional*, defaults to `1800.0`):
+            Deadline for the last rank, counted from this rank's announcement.
+    """
+
+    def __init__(self, store: Store, rank: int, world_size: int, timeout_s: float = 1800.0):
+        self.rank = rank
+        self.world_size = world_size
+        self.timeout_s = timeout_s
+        self._store = PrefixStore("tlt_trl/straggler_wait", store)
+        # A store client is locked while it waits; the watching thread needs one of its own.
+        self._watched_store = self._store.clone()
+        self._round = 0
+        self._finished = threading.Event()
+        self.finished_at_s: float | None = None  # `time.perf_counter()` when the last rank was seen to be done
+        self._failure: DistError | None = None
+        self._watcher: threading.Thread | None = None
+
+    def announce(self) -> None:
+        """Tells all ranks that this one has no unfinished sample left, and begins to watch for the others."""
+        self._round += 1
+        self._finished.clear()
+        self.finished_at_s, self._failure = None, None
+        self._store.set(f"{self._round}/rank/{self.rank}", "")
+        if self._store.add(f"{self._round}/count", 1) == self.world_size:
+            self._store.set(f"{self._round}/all", "")
+            self._finish()
+        else:
+            self._watcher = threading.Thread(target=self._watch, args=(self._round,), daemon=True)
+            self._watcher.start()
+        self._delete_round(self._round - 2)
+
+    def all_finished(self) -> bool:
+        """Whether every rank has announced itself; never blocks."""
+        return self._finished.is_set()
+
+    def join(self) -> None:
+        """
+        Blocks until every rank has announced itself.
+
+        Raises:
+            [`StragglerError`]: If the deadline passed; the message names the ranks that are missing.
+        """
+        self._finished.wait()
+        if self._failure is not None:
+            raise StragglerError(self._describe_failure()) from self._failure
+
+    def _watch(self, round_number: int) -> None:
+        try:
+            self._watched_store.wait([f"{round_number}/all"], timedelta(seconds=self.timeout_s))
+        except DistError as error:
+            self._failure = error
+        self._finish()
+
+    def _finish(self) -> None:
+        self.finished_at_s = time.perf_counter()
+        self._finished.set()
+
+    def _describe_failure(self) -> str:
+        try:
+            missing = [
+                rank for rank in range(self.world_size) if not self._store.check([f"{self._round}/rank/{rank}"])
+            ]
+        except DistError:
+            return (
+                "The store of the process group cannot be reached any more: the process that hosts it (rank 0) died."
+            )
+        return (
+            f"Rank {self.rank} waited {self.timeout_s:.0f} s for the rollouts of ranks {missing}, which did not finish. "
+            "They have died or hang; their logs say why. If rollouts may take longer, raise `ddp_timeout`."
+        )
+
+    def _delete_round(self, round_number: int) -> None:
+        # Entering a round means that all ranks have left the one before it, so nobody reads the round before that.
+        if round_number < 1:
+            return
+        self._store.delete_key(f"{round_number}/rank/{self.rank}")
+        if self.rank == 0:
+            self._store.delete_key(f"{round_number}/count")
+            self._store.delete_key(f"{round_number}/all")

@@ -1,0 +1,95 @@
+import threading
+import time
+
+import pytest
+from torch.distributed import HashStore, TCPStore
+
+from tlt_trl.idle.straggler_wait import StragglerError, StragglerWait
+
+
+@pytest.fixture
+def store():
+    return TCPStore("127.0.0.1", 0, is_master=True)
+
+
+def ranks(store, world_size, timeout_s=20.0):
+    return [StragglerWait(store.clone(), rank, world_size, timeout_s) for rank in range(world_size)]
+
+
+def test_nobody_is_released_before_the_last_one(store):
+    first, second, last = ranks(store, 3)
+    first.announce()
+    second.announce()
+    assert not first.all_finished() and not second.all_finished()
+    last.announce()
+    for wait in (first, second, last):
+        wait.join()
+        assert wait.all_finished()
+
+
+def test_the_signal_arrives_within_milliseconds(store):
+    early, late = ranks(store, 2)
+    early.announce()
+    time.sleep(0.2)
+    announced_s = time.perf_counter()
+    late.announce()
+    early.join()
+    assert early.finished_at_s - announced_s < 0.1
+
+
+def test_rounds_do_not_mix(store):
+    first, second = ranks(store, 2)
+    for _ in range(5):
+        first.announce()
+        assert not first.all_finished()
+        second.announce()
+        first.join()
+        second.join()
+
+
+def test_missing_ranks_are_named_after_the_deadline(store):
+    waits = ranks(store, 4, timeout_s=0.3)
+    waits[0].announce()
+    waits[2].announce()
+    with pytest.raises(StragglerError, match=r"Rank 0 waited 0 s .* ranks \[1, 3\]"):
+        waits[0].join()
+
+
+def test_a_single_rank_never_waits(store):
+    (wait,) = ranks(store, 1)
+    wait.announce()
+    assert wait.all_finished()
+
+
+def test_requests_do_not_grow_with_the_number_of_ranks(monkeypatch):
+    """1 024 ranks: each asks a constant number of times a round, and old rounds leave no keys behind."""
+    world_size, rounds = 1024, 3
+    store = HashStore()
+    requests = {"count": 0}
+    lock = threading.Lock()
+
+    class Counted:
+        def __getattr__(self, name):
+            method = getattr(store, name)
+
+            def call(*args):
+                with lock:
+                    requests["count"] += 1
+                return method(*args)
+
+            return call
+
+    waits = []
+    for rank in range(world_size):
+        wait = StragglerWait(HashStore(), rank, world_size, timeout_s=30.0)
+        wait._store = wait._watched_store = Counted()
+        # One thread per waiting rank would test the machine, not the protocol: the wait is counted, not run.
+        monkeypatch.setattr(wait, "_watch", lambda round_number: requests.__setitem__("count", requests["count"] + 1))
+        waits.append(wait)
+    for _ in range(rounds):
+        for wait in waits:
+            wait.announce()
+    per_rank_and_round = requests["count"] / (world_size * rounds)
+    assert per_rank_and_round <= 5
+    # The last two rounds keep one key per rank, a counter and the signal.
+    assert store.num_keys() <= 2 * (world_size + 2)
