@@ -16,9 +16,9 @@ def average_by_tokens(tensors: Sequence[Tensor], tokens: float, all_reduce: AllR
     Replaces tensors by their average over ranks, weighted by the tokens that each rank has trained.
 
     All ranks hold the same tensors when a period of training begins, so the weighted average of the tensors is the
-    common start plus the weighted average of what each rank changed. A rank that trained nothing counts nothing; when no
-    rank did, nothing is sent but one number. The moments of the optimiser are averaged like the weights: a rank that
-    trained little would else go on with moments of weights that are not its own any more.
+    common start plus the weighted average of what each rank changed. A rank that trained nothing counts nothing; when
+    no rank did, nothing is sent but one number. The moments of the optimiser are averaged like the weights: a rank
+    that trained little would else go on with moments of weights that are not its own any more.
 
     Args:
         tensors (`Sequence[Tensor]`):

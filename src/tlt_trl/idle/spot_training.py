@@ -14,8 +14,8 @@ def train_until_all_finished(trainer: DrafterTrainer, wait: StragglerWait) -> di
     """
     Trains the drafter one optimiser step at a time until the last rank has finished its rollout.
 
-    It holds no collective, so a rank that trains delays nobody by more than the step it is in. A buffer with nothing to
-    learn from leaves a plain wait.
+    It holds no collective, so a rank that trains delays nobody by more than the step it is in. A buffer with nothing
+    to learn from leaves a plain wait.
 
     Args:
         trainer ([`DrafterTrainer`]):
@@ -24,8 +24,8 @@ def train_until_all_finished(trainer: DrafterTrainer, wait: StragglerWait) -> di
             Announced for this rollout.
 
     Returns:
-        `dict[str, float]`: What [`DrafterTrainer.train_for`] reports, and `idle_s` (time until the last rank was done),
-        `idle_used_fraction` (share of it spent in optimiser steps) and `stop_latency_s` (time by which the last
+        `dict[str, float]`: What [`DrafterTrainer.train_for`] reports, and `idle_s` (time until the last rank was
+        done), `idle_used_fraction` (share of it spent in optimiser steps) and `stop_latency_s` (time by which the last
         step outlived the wait).
     """
     started = time.perf_counter()

@@ -2,8 +2,8 @@
 Who has finished its rollout? Asked of the key-value store of the running process group, without a collective.
 
 A rank whose engine is done announces it and may use its time until the last rank is done; a blocking collective would
-hold it instead. The store works across nodes, needs no extra port, and is asked a constant number of times per rank and
-rollout: one `set`, one `add`, and one `wait` that blocks inside the server, so nothing polls.
+hold it instead. The store works across nodes, needs no extra port, and is asked a constant number of times per rank
+and rollout: one `set`, one `add`, and one `wait` that blocks inside the server, so nothing polls.
 """
 
 import threading
@@ -95,8 +95,8 @@ class StragglerWait:
                 "The store of the process group cannot be reached any more: the process that hosts it (rank 0) died."
             )
         return (
-            f"Rank {self.rank} waited {self.timeout_s:.0f} s for the rollouts of ranks {missing}, which did not finish. "
-            "They have died or hang; their logs say why. If rollouts may take longer, raise `ddp_timeout`."
+            f"Rank {self.rank} waited {self.timeout_s:.0f} s for the rollouts of ranks {missing}, which did not "
+            "finish. They have died or hang; their logs say why. If rollouts may take longer, raise `ddp_timeout`."
         )
 
     def _delete_round(self, round_number: int) -> None:
