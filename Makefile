@@ -1,6 +1,7 @@
 # What people do every day. Each target makes the virtual environment by itself when it is missing or out of date.
 
-PYTHON ?= python3
+# Where python3 is older, 3.11 is often there under its own name.
+PYTHON ?= $(firstword $(shell command -v python3.11) python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -20,6 +21,7 @@ help:
 	@echo "make clean   remove runs and caches of the tools, not the environment"
 
 setup: $(STAMP)
+	@:
 
 $(STAMP): pyproject.toml scripts/setup.sh
 	@bash scripts/setup.sh $(PYTHON) $(VENV)

