@@ -59,3 +59,9 @@ def save_tiny_policy(directory, vocab_size=64, num_layers=4, seed=0, tied=True, 
 @pytest.fixture(scope="session")
 def tiny_policy_dir(tmp_path_factory):
     return save_tiny_policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="session")
+def make_tiny_policy():
+    """`save_tiny_policy`, for tests that need more than one policy or one of another kind."""
+    return save_tiny_policy
