@@ -144,6 +144,7 @@ class RolloutEngine:
         self._last_step: EngineStep | None = None
         self._step_facts: dict[str, Any] = {}
         self._observe_scheduler()
+        self._process_tokens_one_by_one()
         self.schedule: DraftLengthSchedule | None = None
         if self.speculative_config is not None:
             self._require("dynamic_sd_lookup", self._scheduler)
@@ -232,6 +233,32 @@ class RolloutEngine:
                 num_tokens != 1 + len(drafts.get(request_id, ())) for request_id, num_tokens in scheduled.items()
             ),
         }
+
+    def _process_tokens_one_by_one(self) -> None:
+        """
+        Hands the tokens of a request that has stop strings to the output processor one at a time.
+
+        vLLM looks for stop strings after it has taken all tokens of a step, and cuts the text but not the token ids:
+        under speculation the tokens accepted behind a stop string stay in the completion and would be trained on.
+        """
+        from vllm.v1.engine.detokenizer import BaseIncrementalDetokenizer
+
+        processor = self._require("llm_engine.output_processor")
+        process_outputs = self._require("process_outputs", processor)
+
+        def processed(engine_core_outputs, *args, **kwargs):
+            one_by_one = []
+            for output in engine_core_outputs:
+                state = processor.request_states.get(output.request_id)
+                detokenizer = None if state is None else state.detokenizer
+                if isinstance(detokenizer, BaseIncrementalDetokenizer) and detokenizer.stop:
+                    one_by_one += _split_by_token(output)
+                else:
+                    one_by_one.append(output)
+            # Once a stop string is found the processor forgets the request and ignores the tokens that follow.
+            return process_outputs(one_by_one, *args, **kwargs)
+
+        processor.process_outputs = processed
 
     def has_unfinished_requests(self) -> bool:
         return self._llm_engine.has_unfinished_requests()
@@ -506,3 +533,23 @@ class RolloutEngine:
 
     def drafter_embedding(self) -> torch.Tensor:
         return self.drafter_module().model.embed_tokens.weight
+
+
+def _split_by_token(output) -> list:
+    """One `EngineCoreOutput` per token; what ends a request stays with the last, what comes once with the first."""
+    import msgspec
+
+    last = len(output.new_token_ids) - 1
+    if last < 1:
+        return [output]
+    parts = []
+    for position, token in enumerate(output.new_token_ids):
+        changes = {"new_token_ids": [token]}
+        if output.new_logprobs is not None:
+            changes["new_logprobs"] = output.new_logprobs.slice_request(position, 1)
+        if position > 0:
+            changes |= {"new_prompt_logprobs_tensors": None, "prefill_stats": None, "events": None}
+        if position < last:
+            changes |= {"finish_reason": None, "stop_reason": None, "routed_experts": None}
+        parts.append(msgspec.structs.replace(output, **changes))
+    return parts
