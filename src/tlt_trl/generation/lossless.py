@@ -29,11 +29,20 @@ ENGINE_LOGPROB_TOLERANCES = {
     torch.float32: {"mean": 1e-3, "max": 2e-2},
 }
 
-# Parameters that vLLM does not honour while it speculates, and what to do instead. tests/lossless has one test for
-# each parameter against a plain run; what differs there is here.
+# Parameters that vLLM does not honour while it speculates: the value that means "unset", and what to do instead.
+# tests/lossless/test_sampling_parameters.py has one test per parameter against a plain run; what fails there is here.
 REFUSED_PARAMETERS = {
-    "min_p": "vLLM refuses it with speculative decoding; use `top_p`, or `top_k`, or TRL's GRPOTrainer",
-    "logit_bias": "vLLM refuses it with speculative decoding; use `bad_words` to exclude tokens",
+    "min_p": (0.0, "vLLM refuses it with speculative decoding; use `top_p`, or `top_k`, or TRL's GRPOTrainer"),
+    "logit_bias": ({}, "vLLM refuses it with speculative decoding; use `bad_words` or `allowed_token_ids`"),
+}
+# Honoured only while every step drafts the same number of tokens.
+REFUSED_WITH_ADAPTIVE_LENGTHS = {
+    "seed": (
+        None,
+        "a request draws as many random numbers as its drafts are long, and those lengths follow measured times, so "
+        "the same seed gives other tokens; use `speculation_selector='fixed'` without a threshold, or `seed` of the "
+        "training arguments",
+    ),
 }
 
 
@@ -60,19 +69,25 @@ class CanaryResult:
     detail: str
 
 
-def check_sampling_parameters(parameters: Mapping[str, Any], source: str) -> None:
+def check_sampling_parameters(parameters: Mapping[str, Any], source: str, adaptive: bool = True) -> None:
     """
     Refuses sampling parameters that the engine would not honour under speculation.
 
     Args:
         parameters (`Mapping[str, Any]`):
-            Parameters by name; those at their neutral value (`None`, 0, empty) are fine.
+            Parameters by name; those that are `None` or at the value that means "unset" are fine.
         source (`str`):
             Where they come from, for the message.
+        adaptive (`bool`, *optional*, defaults to `True`):
+            Whether the number of draft tokens may change from step to step.
     """
-    for name, remedy in REFUSED_PARAMETERS.items():
-        if parameters.get(name):
-            raise ValueError(f"`{name}={parameters[name]!r}` ({source}) cannot be used with speculation: {remedy}.")
+    refused = REFUSED_PARAMETERS | (REFUSED_WITH_ADAPTIVE_LENGTHS if adaptive else {})
+    for name, (unset, remedy) in refused.items():
+        value = parameters.get(name)
+        if value is not None and value != unset:
+            raise ValueError(
+                f"`{name}={value!r}` ({source}) cannot be used with speculation, in training or evaluation: {remedy}."
+            )
 
 
 def exact_probabilities(logits: Tensor, temperature: float, top_p: float = 1.0, top_k: int = 0) -> Tensor:
