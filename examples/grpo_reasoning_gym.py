@@ -20,6 +20,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from accelerate import PartialState
 from transformers import AutoTokenizer, HfArgumentParser, TrainerCallback
 
@@ -34,17 +35,23 @@ DEFAULTS = {
     "use_vllm": True,
     "vllm_mode": "colocate",
     "vllm_max_model_length": 512,
+    "vllm_engine_kwargs": {"max_num_seqs": 8},
     "per_device_train_batch_size": 8,
+    "per_device_eval_batch_size": 32,
     "num_generations": 8,
-    "gradient_accumulation_steps": 2,
+    "num_generations_eval": 2,
+    "gradient_accumulation_steps": 4,
     "max_completion_length": 256,
     "max_steps": 12,
-    "learning_rate": 3e-6,
+    "learning_rate": 1e-5,
+    "lr_scheduler_type": "constant_with_warmup",
+    "warmup_steps": 2,
     "bf16": True,
     "beta": 0.0,
     "logging_steps": 1,
     "save_strategy": "no",
     "report_to": "none",
+    "use_cpu": not torch.cuda.is_available(),
     "seed": 0,
 }
 
@@ -74,10 +81,15 @@ class MetricsFile(TrainerCallback):
     def __init__(self, path: Path):
         self.path = path
         self.rows: list[dict[str, float]] = []
+        self.eval_rewards: list[float] = []
         path.write_text("")
 
     def on_log(self, args, state, control, logs, **kwargs):
-        if not state.is_world_process_zero or "reward" not in logs:
+        if not state.is_world_process_zero:
+            return
+        if "eval_reward" in logs:
+            self.eval_rewards.append(float(logs["eval_reward"]))
+        if "reward" not in logs:
             return
         self.rows.append({"step": state.global_step, **{k: float(v) for k, v in logs.items()}})
         with self.path.open("a") as file:
@@ -156,33 +168,32 @@ def main() -> None:
         step_reward,
         config,
         train_dataset,
+        make_dataset(split="eval", num_examples=64, seed=config.seed),
         processing_class=AutoTokenizer.from_pretrained(model),
         callbacks=[metrics],
     )
+    # The same tasks before and after: a step's own reward depends on which tasks it drew.
+    trainer.evaluate()
     trainer.train()
+    trainer.evaluate()
     trainer.save_model(str(output_dir / "policy"))
     trainer.save_drafter(str(output_dir / "drafter"))
     if state.is_main_process:
-        summary = summarise(metrics.rows, config, demo, output_dir, train_dataset)
+        summary = summarise(metrics, config, demo, output_dir, train_dataset)
         summary["seconds"] = round(time.perf_counter() - started, 1)
         (output_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         print(metrics.table())
         print(json.dumps(summary), flush=True)
 
 
-def summarise(rows, config: TLTGRPOConfig, demo: DemoArguments, output_dir: Path, dataset) -> dict:
-    # One step holds few prompts: rewards are averaged over a quarter of the run at either end.
-    quarter = max(1, len(rows) // 4)
-
-    def mean(key: str, selected: list[dict[str, float]]) -> float:
-        return sum(row[key] for row in selected) / len(selected)
-
+def summarise(metrics: MetricsFile, config: TLTGRPOConfig, demo: DemoArguments, output_dir: Path, dataset) -> dict:
+    rows = metrics.rows
     step_seconds = sum(row["step_time"] for row in rows)
     summary = {
         "steps": len(rows),
-        "reward_first": mean("reward", rows[:quarter]),
-        "reward_last": mean("reward", rows[-quarter:]),
-        "rollout_tokens_per_s": mean("tlt/rollout/tokens_per_s", rows[1:] or rows),
+        "reward_first": metrics.eval_rewards[0],
+        "reward_last": metrics.eval_rewards[-1],
+        "rollout_tokens_per_s": sum(row["tlt/rollout/tokens_per_s"] for row in rows) / len(rows),
         "accept_length_first": rows[0]["tlt/acceptance_length"],
         "accept_length_last": rows[-1]["tlt/acceptance_length"],
         "accepted_by_position": [

@@ -85,3 +85,61 @@ current_platform.register_triton_kernel_overrides()
 print(len(calls) == 1)
 """
     assert run(code) == ["True"]
+
+
+def recovered(target, drafts, draft_probs, num_samples, generators=None):
+    """Samples `num_samples` recovered tokens for every row of `target`; shape (rows, num_samples)."""
+    from types import SimpleNamespace
+
+    rows = len(target)
+    tokens = cpu_backend.sample_recovered_tokens(
+        rows,
+        [rows] * num_samples,
+        None,
+        torch.tensor(drafts, dtype=torch.int32).repeat(num_samples),
+        None if draft_probs is None else draft_probs.repeat(num_samples, 1),
+        target.repeat(num_samples, 1),
+        SimpleNamespace(generators=generators or {}),
+        torch.device("cpu"),
+    )
+    assert tokens.dtype == torch.int32
+    return tokens.view(num_samples, rows).T.long()
+
+
+def reference_residual(target, draft, draft_probs):
+    """Plain twin: max(p - q, 0), renormalised."""
+    q = torch.nn.functional.one_hot(torch.tensor(draft), len(target)).double() if draft_probs is None else draft_probs
+    residual = (target.double() - q.double()).clamp_min(0)
+    return residual / residual.sum()
+
+
+@pytest.mark.parametrize("probabilistic", [False, True])
+def test_recovered_tokens_follow_the_residual(probabilistic):
+    from tlt_trl.generation.lossless import chi_square_p_value
+
+    torch.manual_seed(0)
+    target = (2 * torch.randn(4, 12)).softmax(-1)
+    target[1, 3:5] = 0.0  # filtered by top-p
+    target[1] /= target[1].sum()
+    draft_probs = (2 * torch.randn(4, 12)).softmax(-1) if probabilistic else None
+    drafts = [0, 5, 11, 7]  # first and last entry included
+    tokens = recovered(target, drafts, draft_probs, 20_000)
+    for row, draft in enumerate(drafts):
+        expected = reference_residual(target[row], draft, None if draft_probs is None else draft_probs[row])
+        counts = torch.bincount(tokens[row], minlength=12)
+        assert chi_square_p_value(counts, expected) > 1e-6
+        assert probabilistic or counts[draft] == 0
+
+
+def test_recovered_tokens_of_a_seeded_request_repeat():
+    target = torch.full((1, 50), 0.02)
+    first = recovered(target, [0], None, 3, {1: torch.Generator().manual_seed(7)})
+    second = recovered(target, [0], None, 3, {1: torch.Generator().manual_seed(7)})
+    assert first[0, 1] == second[0, 1]
+
+
+@pytest.mark.parametrize("row", [[0.0, 0.0, 1.0, 0.0], [1.0, 0.0, 0.0, 0.0], [0.5, 0.5, 0.0, 0.0]])
+def test_tokens_of_probability_zero_are_never_recovered(row):
+    target = torch.tensor([row])
+    tokens = recovered(target, [3], None, 2000)
+    assert (target[0, tokens[0]] > 0).all()

@@ -27,6 +27,7 @@ def register() -> None:
     current_platform.import_kernels()  # the check below calls the C++ kernel
     repair_expand_kernel()
     register_kernel_overrides_once()
+    speed_up_recovered_tokens()
 
 
 def expand_kernel(
@@ -97,3 +98,80 @@ def register_kernel_overrides_once() -> None:
     if isinstance(original, functools._lru_cache_wrapper):
         return
     CpuPlatform.register_triton_kernel_overrides = staticmethod(functools.lru_cache(maxsize=1)(original))
+
+
+def speed_up_recovered_tokens() -> None:
+    """
+    Replaces `sample_recovered_tokens`, which draws one exponential number per request and vocabulary entry.
+
+    Only speculating engines call it. For 8 requests and a vocabulary of 49 152 the draw alone takes 12 ms on one thread,
+    a third of a step of a 135M policy; [`sample_recovered_tokens`] needs one uniform number per draft token.
+    """
+    from vllm.v1.sample import rejection_sampler
+
+    rejection_sampler.sample_recovered_tokens = sample_recovered_tokens
+
+
+def sample_recovered_tokens(
+    max_spec_len: int,
+    num_draft_tokens: list[int],
+    cu_num_draft_tokens: torch.Tensor,
+    draft_token_ids: torch.Tensor,
+    draft_probs: torch.Tensor | None,
+    target_probs: torch.Tensor,
+    sampling_metadata,
+    device: torch.device,
+    use_fp64_gumbel: bool = False,
+) -> torch.Tensor:
+    """
+    A token for each draft position, in case its draft token is rejected: sampled from what the policy's distribution
+    has more than the drafter's, by inverting the cumulative distribution in float64.
+
+    Name and parameters are those of the function of vLLM's rejection sampler that it replaces.
+
+    Args:
+        num_draft_tokens (`list[int]`):
+            Draft tokens of each request.
+        draft_token_ids (`torch.Tensor`):
+            Draft tokens, shape (num_tokens,).
+        draft_probs (`torch.Tensor`, *optional*):
+            Distributions that the draft tokens were sampled from, shape (num_tokens, vocab_size); `None` for greedy
+            drafts, whose distribution is one at the draft token.
+        target_probs (`torch.Tensor`):
+            The policy's distributions, shape (num_tokens, vocab_size). Not changed.
+        sampling_metadata:
+            Holds the generators of the requests that have a seed of their own.
+
+    Returns:
+        `torch.Tensor`: Token ids, shape (num_tokens,), in the dtype of `draft_token_ids`.
+    """
+    uniform = torch.rand(len(draft_token_ids), dtype=torch.float64, device=device)
+    start = 0
+    for request, count in enumerate(num_draft_tokens):
+        if count and request in sampling_metadata.generators:
+            uniform[start : start + count].uniform_(generator=sampling_metadata.generators[request])
+        start += count
+    if draft_probs is not None:
+        residual = (target_probs - draft_probs).clamp_min_(0.0)
+        return _invert(residual.cumsum(dim=-1, dtype=torch.float64), uniform).to(draft_token_ids.dtype)
+    # Greedy drafts: the policy's distribution without the draft token. Its mass is jumped over instead of removed,
+    # which saves a copy of the distributions.
+    cumulative = target_probs.cumsum(dim=-1, dtype=torch.float64)
+    draft = draft_token_ids.long()[:, None]
+    upto = cumulative.gather(1, draft)
+    before = torch.where(draft > 0, cumulative.gather(1, (draft - 1).clamp_min(0)), 0.0)
+    point = uniform[:, None] * (cumulative[:, -1:] - (upto - before))
+    point = torch.where(point < before, point, point + (upto - before))
+    return _search(cumulative, point).to(draft_token_ids.dtype)
+
+
+def _invert(cumulative: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    return _search(cumulative, uniform[:, None] * cumulative[:, -1:])
+
+
+def _search(cumulative: torch.Tensor, point: torch.Tensor) -> torch.Tensor:
+    """First entry whose cumulative mass exceeds `point`; an entry of mass zero is never chosen."""
+    # Rounding may lift a point to the total, behind the last entry that has mass.
+    highest = torch.nextafter(cumulative[:, -1:], torch.zeros_like(point))
+    found = torch.searchsorted(cumulative, torch.minimum(point, highest), right=True)[:, 0]
+    return found.clamp_max(cumulative.shape[1] - 1)

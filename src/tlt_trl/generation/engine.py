@@ -116,6 +116,91 @@ def check_vllm_version() -> None:
         )
 
 
+class DeferredDrafter:
+    """
+    Makes steps without draft tokens free of the drafter.
+
+    vLLM runs the drafter's first pass in every step, with 0 draft tokens too, since the drafter's KV cache must hold
+    every token before it can draft again. For a drafter of one layer, keys and values depend on that layer's input
+    alone: they can be computed later, for many steps at once, without attention, MLP or head. This class takes the
+    place of `proposer.propose`, keeps the inputs of steps without draft tokens, and writes their keys and values when
+    drafting comes back.
+
+    Args:
+        proposer:
+            vLLM's EAGLE proposer, whose drafter has one layer.
+        max_tokens (`int`, *optional*, defaults to `2048`):
+            Inputs kept at most before they are written all the same. A token takes two bytes for each hidden unit of
+            the policy layers that the drafter reads.
+    """
+
+    def __init__(self, proposer, max_tokens: int = 2048):
+        self._proposer = proposer
+        self._propose = proposer.propose
+        self.max_tokens = max_tokens
+        self.num_tokens = 0
+        self._inputs: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        proposer.propose = self.propose
+
+    def propose(self, num_speculative_tokens: int, **inputs):
+        if num_speculative_tokens == 0 and inputs["token_indices_to_sample"] is None:
+            return self._defer(**inputs)
+        self.catch_up()
+        return self._propose(num_speculative_tokens, **inputs)
+
+    def _defer(
+        self, target_token_ids, target_positions, target_hidden_states, next_token_ids, common_attn_metadata, **_
+    ):
+        # Position t holds the token after it, as in the proposer's own first pass; the last one was just sampled.
+        input_ids = target_token_ids.roll(-1)
+        input_ids[common_attn_metadata.query_start_loc[1:] - 1] = next_token_ids.to(input_ids.dtype)
+        # The engine reuses its buffers in the next step, so all of them are copied.
+        slots = common_attn_metadata.slot_mapping[: len(input_ids)].clone()
+        self._inputs.append((input_ids, target_positions.clone(), target_hidden_states.clone(), slots))
+        self.num_tokens += len(input_ids)
+        if self.num_tokens >= self.max_tokens:
+            self.catch_up()
+        batch_size = common_attn_metadata.num_reqs
+        return torch.empty(batch_size, 0, dtype=torch.int64, device=target_token_ids.device)
+
+    @torch.inference_mode()
+    def catch_up(self) -> None:
+        """Writes the keys and values of all inputs that were kept."""
+        if not self._inputs:
+            return
+        input_ids, positions, aux_hidden_states, slots = (
+            torch.cat(parts, dim=-1 if parts[0].dim() == 1 else 0) for parts in zip(*self._inputs, strict=True)
+        )
+        self.discard()
+        newest = _last_of_each(slots)
+        model = self._proposer.model
+        layer = model.model.layers[0]
+        embeds = layer.input_layernorm(model.embed_input_ids(input_ids[newest]))
+        hidden_states = layer.hidden_norm(model.combine_hidden_states(aux_hidden_states[newest]))
+        attention = layer.self_attn
+        qkv, _ = attention.qkv_proj(torch.cat([embeds, hidden_states], dim=-1))
+        query, key, value = qkv.split([attention.q_size, attention.kv_size, attention.kv_size], dim=-1)
+        _, key = attention.rotary_emb(positions[newest], query, key)
+        shape = (-1, attention.attn.num_kv_heads, attention.attn.head_size)
+        attention.attn.impl.do_kv_cache_update(
+            attention.attn, key.reshape(shape), value.reshape(shape), attention.attn.kv_cache, slots[newest]
+        )
+
+    def discard(self) -> None:
+        """Forgets the inputs that were kept: the KV cache that they belong to is gone."""
+        self._inputs, self.num_tokens = [], 0
+
+
+def _last_of_each(slots: torch.Tensor) -> torch.Tensor:
+    """
+    Indices of the last occurrence of every slot, in order.
+
+    A block that was freed and handed to another request occurs twice; written in one go, the older entry could win.
+    """
+    last = {slot: index for index, slot in enumerate(slots.tolist())}
+    return torch.tensor(sorted(last.values()), device=slots.device)
+
+
 class RolloutEngine:
     """
     Drives one in-process vLLM engine with speculative decoding.
@@ -146,10 +231,12 @@ class RolloutEngine:
         self._observe_scheduler()
         self._process_tokens_one_by_one()
         self.schedule: DraftLengthSchedule | None = None
+        self._deferred: DeferredDrafter | None = None
         if self.speculative_config is not None:
             self._require("dynamic_sd_lookup", self._scheduler)
             self.schedule = DraftLengthSchedule(self.speculative_config.num_speculative_tokens)
             self._scheduler.dynamic_sd_lookup = self.schedule
+            self._deferred = DeferredDrafter(self._proposer) if self._has_one_layer_drafter() else None
 
     # ---- start-up checks -------------------------------------------------------------------------------------------
 
@@ -173,6 +260,10 @@ class RolloutEngine:
                 f"vLLM uses the model runner {type(self._runner).__module__}.{type(self._runner).__name__}, which is "
                 "not supported. Set VLLM_USE_V2_MODEL_RUNNER=0 before the trainer is built."
             )
+
+    def _has_one_layer_drafter(self) -> bool:
+        config = self.speculative_config.draft_model_config.hf_config
+        return self.speculative_config.method == "eagle3" and config.num_hidden_layers == 1
 
     @property
     def device(self) -> torch.device:

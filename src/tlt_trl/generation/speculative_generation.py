@@ -91,15 +91,7 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
             # TRL builds `LLM(...)` with a fixed keyword list and no hook for more, see
             # https://github.com/huggingface/trl/pull/5605, which covers server mode only.
             original_llm = vllm_generation.LLM
-            vllm_generation.LLM = functools.partial(
-                make_rollout_llm_class(original_llm),
-                speculative_config=speculative_config(
-                    drafter_dir, self.args.max_num_draft_tokens, self.max_num_seqs, self.args.draft_sampling
-                ),
-                # Without statistics the scheduler counts no drafts.
-                disable_log_stats=False,
-                **(self.args.vllm_engine_kwargs or {}),
-            )
+            vllm_generation.LLM = functools.partial(self._build_llm, original_llm, drafter_dir)
             try:
                 super()._init_vllm()
             finally:
@@ -108,6 +100,18 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
         self.rollout_loop = RolloutLoop(self.engine, self._make_selector(self.engine.max_num_seqs))
         self.llm.rollout_loop = self.rollout_loop
         self._check_exactness()
+
+    def _build_llm(self, llm_class, drafter_dir: str, **trl_kwargs):
+        """TRL's engine with a drafter; `vllm_engine_kwargs` have the last word."""
+        kwargs = trl_kwargs | (self.args.vllm_engine_kwargs or {})
+        return make_rollout_llm_class(llm_class)(
+            speculative_config=speculative_config(
+                drafter_dir, self.args.max_num_draft_tokens, kwargs["max_num_seqs"], self.args.draft_sampling
+            ),
+            # Without statistics the scheduler counts no drafts.
+            disable_log_stats=False,
+            **kwargs,
+        )
 
     def _check_exactness(self) -> None:
         """Asks the engine, before anything is trained on its samples, whether it is exact under speculation."""
