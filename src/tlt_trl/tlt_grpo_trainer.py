@@ -389,5 +389,6 @@ class TLTGRPOTrainer(GRPOTrainer):
 
 def _check_sampling(args: TLTGRPOConfig) -> None:
     """Refuses sampling parameters, for training and evaluation alike, that the engine ignores under speculation."""
-    check_sampling_parameters({"min_p": args.min_p}, "in the config")
-    check_sampling_parameters(args.generation_kwargs or {}, "in `generation_kwargs`")
+    adaptive = args.speculation_selector != "fixed" or args.speculation_activation_threshold is not None
+    check_sampling_parameters({"min_p": args.min_p}, "in the config", adaptive)
+    check_sampling_parameters(args.generation_kwargs or {}, "in `generation_kwargs`", adaptive)

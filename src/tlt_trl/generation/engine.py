@@ -9,7 +9,7 @@ written against, the error says so and names the supported versions.
 
 import operator
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -114,6 +114,25 @@ def check_vllm_version() -> None:
             f"vLLM {vllm.__version__} is installed, but speculative rollouts were tested with vllm{SUPPORTED_VLLM} "
             "only. Install a version in that range, or use TRL's GRPOTrainer, which runs without speculation."
         )
+
+
+def supports_eagle3(architectures: Sequence[str]) -> bool:
+    """Whether vLLM's class for one of these architectures gives away the hidden states that the drafter reads."""
+    from vllm.model_executor.models.interfaces import supports_eagle3
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    # The first name that vLLM knows decides, as in its own resolution.
+    known = next((name for name in architectures if name in ModelRegistry.models), None)
+    return known is not None and supports_eagle3(ModelRegistry.models[known].load_model_cls())
+
+
+def no_auxiliary_states_message(architectures: Sequence[str]) -> str:
+    """What to tell somebody whose policy cannot be drafted for."""
+    return (
+        f"A policy of architecture {', '.join(architectures)} cannot be drafted for: its class in vLLM does not give "
+        "away auxiliary hidden states (`SupportsEagle3`), which the drafter reads. Those of Llama, Qwen2 and Qwen3 "
+        "do; for this policy use TRL's GRPOTrainer, which runs without speculation."
+    )
 
 
 class DeferredDrafter:
@@ -284,6 +303,12 @@ class RolloutEngine:
     @property
     def max_num_seqs(self) -> int:
         return self._worker.vllm_config.scheduler_config.max_num_seqs
+
+    @property
+    def kv_cache_tokens(self) -> int:
+        """Tokens of prompt and completion, over all requests, that the KV cache has room for."""
+        cache = self._worker.vllm_config.cache_config
+        return cache.num_gpu_blocks * cache.block_size
 
     # ---- stepping --------------------------------------------------------------------------------------------------
 

@@ -13,9 +13,17 @@ from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration, empty_cache
 
 from ..drafter.checkpoint import save_drafter
+from ..drafter.initialization import inner_language_model
 from ..telemetry.alarms import Alarms
 from . import cpu_backend
-from .engine import RolloutEngine, WeightMismatchError, check_vllm_version
+from .engine import (
+    RolloutEngine,
+    UnsupportedEngineError,
+    WeightMismatchError,
+    check_vllm_version,
+    no_auxiliary_states_message,
+    supports_eagle3,
+)
 from .lossless import InexactEngineError, check_engine_logprobs, check_sampler, failure_message
 from .rollout_loop import RolloutLoop
 
@@ -83,6 +91,9 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
 
         check_vllm_version()
         cpu_backend.register()  # the plugin entry point does it too, but only for an installed package
+        architectures = self.model.config.architectures or [type(inner_language_model(self.model)).__name__]
+        if not supports_eagle3(architectures):
+            raise UnsupportedEngineError(no_auxiliary_states_message(architectures))
         # Under ZeRO-3 the policy is already partitioned here: gather it, read-only, to initialise from it.
         with self._dist.gather_params(list(self.model.parameters())):
             self.drafter = self._build_drafter(self.model)
