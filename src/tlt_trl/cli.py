@@ -1,4 +1,4 @@
-"""Command line: `tlt-trl warmup` and `tlt-trl bench`."""
+"""Command line: `tlt-trl warmup`, `tlt-trl bench` and `tlt-trl doctor`."""
 
 import argparse
 import json
@@ -15,6 +15,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     _add_warmup(commands)
     _add_bench(commands)
+    _add_doctor(commands)
     args = parser.parse_args(argv)
     # vLLM logs every detail of its start-up; an answer to a command should not drown in it.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -146,6 +147,7 @@ def _add_bench(commands) -> None:
     parser.add_argument("--max_num_seqs", type=int, default=8, help="running requests at most")
     parser.add_argument("--num_prompts", type=int, default=32, help="samples per rollout")
     parser.add_argument("--rounds", type=int, default=3, help="rollouts of each engine that count")
+    parser.add_argument("--stock_sampler", action="store_true", help="keep vLLM's sampler in the speculating engine")
     parser.add_argument("--output", type=Path, help="raw figures of every rollout (JSON)")
     parser.set_defaults(run=run_bench_rollout)
 
@@ -177,7 +179,8 @@ def run_bench_rollout(args: argparse.Namespace) -> int:
     )
     strategies = [Strategy("eagle3", number, args.draft_sampling) for number in args.draft_tokens]
     selector = make_selector(args.selector, strategies, args.max_num_seqs, seed=args.seed)
-    loop = speculative.rollout_loop = RolloutLoop(RolloutEngine(speculative), selector)
+    engine = RolloutEngine(speculative, fast_cpu_sampling=not args.stock_sampler)
+    loop = speculative.rollout_loop = RolloutLoop(engine, selector)
 
     def generate(llm):
         def run(batch: Sequence[list[int]], seed: int) -> list[list[int]]:
@@ -205,6 +208,24 @@ def run_bench_rollout(args: argparse.Namespace) -> int:
         args.output.write_text(json.dumps({"summary": summary, "rollouts": raw, "selector": selector.summary()}))
     print(json.dumps(summary))
     return 0
+
+
+# ---- doctor -------------------------------------------------------------------------------------------------------
+
+
+def _add_doctor(commands) -> None:
+    parser = commands.add_parser("doctor", help="is this machine's engine exact under speculation?")
+    parser.add_argument("--model", required=True, help="folder or Hub id of the policy")
+    parser.add_argument("--drafter", help="folder or Hub id of a drafter; default: made from the policy")
+    parser.add_argument("--dtype", default="auto", help="dtype of the engine")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.set_defaults(run=run_doctor_command)
+
+
+def run_doctor_command(args: argparse.Namespace) -> int:
+    from .doctor import run_doctor
+
+    return run_doctor(args.model, args.drafter, as_json=args.json, dtype=args.dtype)
 
 
 if __name__ == "__main__":

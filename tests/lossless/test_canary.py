@@ -98,6 +98,16 @@ def test_shifted_logprobs_are_caught():
     assert failed and all("log-probs" in name for name in failed)
 
 
+def test_a_sampler_that_raises_is_a_failed_check():
+    def raises(logits, drafts, draft_probs, temperature, top_p, top_k):
+        if top_k:
+            raise RuntimeError("selected index k out of range")
+        return make_sampler()(logits, drafts, draft_probs, temperature, top_p, top_k)
+
+    results = [result for result in check_sampler(raises, CPU) if not result.ok]
+    assert len(results) == 2 and all("index k out of range" in result.detail for result in results)
+
+
 def test_the_message_names_the_cause_and_the_way_out():
     message = failure_message(check_sampler(make_sampler(temperature_factor=1.1), CPU))
     assert "temperature" in message and "spec_on_inexact='disable'" in message and "tlt-trl doctor" in message

@@ -9,12 +9,18 @@ The text still looks right; what is learnt from it is not.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 
+if TYPE_CHECKING:
+    from .engine import RolloutEngine
+
+
+# Any tokens do: the check compares two passes over what the engine itself answers.
+CANARY_PROMPT = list(range(4, 12))
 VOCAB_SIZE = 32
 NUM_REQUESTS = 10_000
 NUM_DRAFT_TOKENS = 3
@@ -44,6 +50,28 @@ REFUSED_WITH_ADAPTIVE_LENGTHS = {
         "training arguments",
     ),
 }
+
+
+# Under speculation these do what they do in a plain run; one test each.
+HONOURED_PARAMETERS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "n",
+    "stop",
+    "include_stop_str_in_output",
+    "stop_token_ids",
+    "min_tokens",
+    "max_tokens",
+    "ignore_eos",
+    "bad_words",
+    "allowed_token_ids",
+    "structured_outputs",
+    "logprobs",
+)
 
 
 class InexactEngineError(RuntimeError):
@@ -181,18 +209,22 @@ def check_sampler(
     results = []
     for filters, kind in cases:
         probs = draft_probabilities.expand(num_requests, -1, -1) if kind == "probabilistic" else None
+        label = f"{kind} drafts" + "".join(f", {name}={value}" for name, value in filters.items())
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
-            tokens, logprobs = rejection_sample(
-                logits.expand(num_requests, -1, -1).to(device),
-                drafts.to(device),
-                None if probs is None else probs.to(device),
-                temperatures.to(device),
-                filters.get("top_p", 1.0),
-                filters.get("top_k", 0),
-            )
+            try:
+                tokens, logprobs = rejection_sample(
+                    logits.expand(num_requests, -1, -1).to(device),
+                    drafts.to(device),
+                    None if probs is None else probs.to(device),
+                    temperatures.to(device),
+                    filters.get("top_p", 1.0),
+                    filters.get("top_k", 0),
+                )
+            except (RuntimeError, IndexError) as error:  # a filter that is read from the wrong place may lead anywhere
+                results.append(CanaryResult(f"sampler ({label})", False, f"it failed: {error}"))
+                continue
         tokens, logprobs = tokens.cpu(), logprobs.cpu()
-        label = f"{kind} drafts" + "".join(f", {name}={value}" for name, value in filters.items())
         for temperature in TEMPERATURES:
             rows = temperatures == temperature
             exact = exact_probabilities(logits, temperature, **filters)
@@ -248,6 +280,23 @@ def check_engine_logprobs(speculative: Tensor, plain: Tensor, dtype: torch.dtype
     )
     cause = "" if ok else ": log-probs under speculation are not those of the policy"
     return CanaryResult("log-probs under speculation", ok, detail + cause)
+
+
+def run_canary(engine: "RolloutEngine", has_weights: bool = True) -> list[CanaryResult]:
+    """
+    All checks of an engine with a drafter.
+
+    Args:
+        engine ([`RolloutEngine`]):
+            The engine, before it has any requests.
+        has_weights (`bool`, *optional*, defaults to `True`):
+            Whether the policy can run; an engine that sleeps at level 2 has no weights, but still its sampler.
+    """
+    results = check_sampler(engine.rejection_sample, engine.device)
+    if has_weights:
+        speculative, plain = engine.speculative_and_plain_logprobs(CANARY_PROMPT)
+        results.append(check_engine_logprobs(speculative, plain, engine.dtype))
+    return results
 
 
 def failure_message(results: list[CanaryResult]) -> str:

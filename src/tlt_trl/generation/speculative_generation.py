@@ -24,7 +24,7 @@ from .engine import (
     no_auxiliary_states_message,
     supports_eagle3,
 )
-from .lossless import InexactEngineError, check_engine_logprobs, check_sampler, failure_message
+from .lossless import InexactEngineError, failure_message, run_canary
 from .rollout_loop import RolloutLoop
 
 
@@ -34,9 +34,6 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-
-# Any tokens do: the check compares two passes over what the engine itself answers.
-CANARY_PROMPT = list(range(4, 12))
 
 
 class SpeculativeVLLMGeneration(VLLMGeneration):
@@ -126,11 +123,8 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
 
     def _check_exactness(self) -> None:
         """Asks the engine, before anything is trained on its samples, whether it is exact under speculation."""
-        results = check_sampler(self.engine.rejection_sample, self.engine.device)
         # An engine that sleeps at level 2 has no weights yet.
-        if not self.enable_sleep_mode:
-            speculative, plain = self.engine.speculative_and_plain_logprobs(CANARY_PROMPT)
-            results.append(check_engine_logprobs(speculative, plain, self.engine.dtype))
+        results = run_canary(self.engine, has_weights=not self.enable_sleep_mode)
         if all(result.ok for result in results):
             return
         if self.args.spec_on_inexact == "error":
