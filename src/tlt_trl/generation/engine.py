@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from packaging.specifiers import SpecifierSet
 
+from . import cpu_backend
 from .read_back import Fingerprint, compare_fingerprints, fingerprint_of_module, fingerprint_of_weight
 
 
@@ -228,13 +229,16 @@ class RolloutEngine:
         llm (`vllm.LLM`):
             Engine built in this process (`distributed_executor_backend="external_launcher"`), with or without a
             `speculative_config`.
+        fast_cpu_sampling (`bool`, *optional*, defaults to `True`):
+            On CPU, let this engine sample by [`~cpu_backend.sample_by_inversion`]. `False` keeps vLLM's sampler, to
+            measure what speculation alone gains.
 
     Raises:
         [`UnsupportedEngineError`]: If the engine runs in another process, uses a model runner that is not known here,
         or lacks an attribute that this module needs.
     """
 
-    def __init__(self, llm: "LLM"):
+    def __init__(self, llm: "LLM", fast_cpu_sampling: bool = True):
         check_vllm_version()
         self.llm = llm
         self._llm_engine = llm.llm_engine
@@ -256,6 +260,9 @@ class RolloutEngine:
             self.schedule = DraftLengthSchedule(self.speculative_config.num_speculative_tokens)
             self._scheduler.dynamic_sd_lookup = self.schedule
             self._deferred = DeferredDrafter(self._proposer) if self._has_one_layer_drafter() else None
+            self._proposer._greedy_sample = self._greedy_draft_tokens
+        if self.is_cpu and fast_cpu_sampling:
+            cpu_backend.sample_by_inversion(self._require("sampler.topk_topp_sampler", self._runner))
 
     # ---- start-up checks -------------------------------------------------------------------------------------------
 
@@ -279,6 +286,17 @@ class RolloutEngine:
                 f"vLLM uses the model runner {type(self._runner).__module__}.{type(self._runner).__name__}, which is "
                 "not supported. Set VLLM_USE_V2_MODEL_RUNNER=0 before the trainer is built."
             )
+
+    def _greedy_draft_tokens(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """
+        The drafter's best tokens, from its own vocabulary.
+
+        vLLM scatters the reduced vocabulary's logits into a row as wide as the policy's and takes the maximum there.
+        """
+        model = self._proposer.model
+        draft_ids = model.logits_processor(model.lm_head, hidden_states).argmax(dim=-1)
+        offsets = model.draft_id_to_target_id
+        return draft_ids if offsets is None else draft_ids + offsets[draft_ids]
 
     def _has_one_layer_drafter(self) -> bool:
         config = self.speculative_config.draft_model_config.hf_config
