@@ -1,0 +1,204 @@
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+
+from tlt_trl import TLTGRPOConfig, TLTGRPOTrainer
+
+from .conftest import save_tiny_policy
+
+
+def prompts(count=64):
+    return Dataset.from_list([{"prompt": f"w{5 + i % 40} w{9 + i % 20} w7"} for i in range(count)])
+
+
+def text_reward(completions, **kwargs):
+    return [float(sum(map(ord, completion)) % 7) for completion in completions]
+
+
+def arguments(config_class, output_dir, **kwargs):
+    return config_class(
+        str(output_dir),
+        **{
+            "use_cpu": True,
+            "bf16": False,
+            "report_to": "none",
+            "save_strategy": "no",
+            "logging_steps": 1,
+            "learning_rate": 1e-3,
+            "per_device_train_batch_size": 4,
+            "num_generations": 4,
+            "max_completion_length": 8,
+            "max_steps": 3,
+            "seed": 5,
+        }
+        | kwargs,
+    )
+
+
+class TestWithoutVLLM:
+    def test_same_losses_as_trl(self, tiny_policy_dir, tmp_path):
+        def losses(trainer_class, config_class):
+            args = arguments(config_class, tmp_path)
+            trainer = trainer_class(tiny_policy_dir, text_reward, args, prompts())
+            trainer.train()
+            weights = torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+            logs = [log for log in trainer.state.log_history if "loss" in log]
+            return [(log["loss"], log["grad_norm"], log["reward"]) for log in logs], weights
+
+        theirs, their_weights = losses(GRPOTrainer, GRPOConfig)
+        ours, our_weights = losses(TLTGRPOTrainer, TLTGRPOConfig)
+        assert len(ours) == 3 and any(grad_norm for _, grad_norm, _ in ours)
+        assert ours == theirs
+        assert torch.equal(our_weights, their_weights)
+
+    def test_says_that_it_is_inactive(self, tiny_policy_dir, tmp_path, caplog):
+        trainer = TLTGRPOTrainer(tiny_policy_dir, text_reward, arguments(TLTGRPOConfig, tmp_path), prompts())
+        assert "use_vllm=True" in caplog.text and "inactive" in caplog.text
+        assert trainer.drafter is None and not trainer.speculative
+
+    def test_accepts_a_plain_grpo_config(self, tiny_policy_dir, tmp_path):
+        trainer = TLTGRPOTrainer(tiny_policy_dir, text_reward, arguments(GRPOConfig, tmp_path), prompts())
+        assert isinstance(trainer.args, TLTGRPOConfig)
+
+    def test_works_without_construction(self):
+        # TRL's own tests make trainers this way; class-level defaults must do.
+        trainer = object.__new__(TLTGRPOTrainer)
+        assert trainer.speculative is False and trainer.drafter_trainer is None
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"min_p": 0.1}, "min_p"),
+        ({"generation_kwargs": {"logit_bias": {3: 1.0}}}, "logit_bias"),
+        ({"drafter_vocab_size": 1000}, "drafter_vocab_size"),
+        ({"drafter_aux_layer_ids": [1, 99]}, "99"),
+    ],
+)
+def test_bad_input_is_refused_before_the_engine_is_built(tiny_policy_dir, tmp_path, kwargs, message):
+    args = arguments(TLTGRPOConfig, tmp_path, use_vllm=True, vllm_mode="colocate", **kwargs)
+    with pytest.raises(ValueError, match=message):
+        TLTGRPOTrainer(tiny_policy_dir, text_reward, args, prompts())
+
+
+# The engine stays in its process until the end, so each run gets one of its own.
+ENGINE_RUN = """
+import json, sys
+from tests.test_tlt_grpo_trainer import engine_run
+if __name__ == "__main__":
+    print("RESULT", json.dumps(engine_run(sys.argv[1], sys.argv[2], **json.loads(sys.argv[3]))))
+"""
+
+
+def engine_run(policy_dir, output_dir, peft=False, **kwargs):
+    """Trains with the real engine and reports what the tests look at."""
+    from peft import LoraConfig
+
+    args = arguments(
+        TLTGRPOConfig,
+        output_dir,
+        use_vllm=True,
+        vllm_mode="colocate",
+        vllm_max_model_length=64,
+        vllm_engine_kwargs={"enforce_eager": True, "dtype": "float32"},
+        gradient_accumulation_steps=2,
+        max_steps=4,
+        drafter_time_budget=0.5,
+        **kwargs,
+    )
+    peft_config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"]) if peft else None
+    trainer = TLTGRPOTrainer(
+        policy_dir, text_reward, args, prompts(), eval_dataset=prompts(4), peft_config=peft_config
+    )
+    trainer.train()
+    trainer.vllm_generation.sync_weights()
+    engine = trainer.vllm_generation.engine
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    base = trainer.model.get_base_model() if peft else trainer.model
+    before = trainer.feature_buffer.num_added, trainer.vllm_generation.rollout_loop.selector.summary()
+    trainer.evaluate()
+    trainer.save_model(os.path.join(output_dir, "final"))
+    return {
+        "logs": logs,
+        "embedding_equal": torch.equal(
+            engine.target_embedding()[: base.config.vocab_size], base.get_input_embeddings().weight
+        ),
+        "embedding_shared": engine.drafter_embedding().data_ptr() == engine.target_embedding().data_ptr(),
+        "drafter_steps": trainer.drafter_trainer.steps,
+        "eval_left_no_trace": before
+        == (trainer.feature_buffer.num_added, trainer.vllm_generation.rollout_loop.selector.summary()),
+        "saved": sorted(os.listdir(os.path.join(output_dir, "final", "drafter"))),
+    }
+
+
+def run_in_process(policy_dir, output_dir, **kwargs):
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    done = subprocess.run(
+        [sys.executable, "-c", ENGINE_RUN, policy_dir, str(output_dir), json.dumps(kwargs)],
+        capture_output=True,
+        text=True,
+        cwd=root,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("RESULT"))[len("RESULT") :])
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    policy = save_tiny_policy(tmp_path_factory.mktemp("policy"), vocab_size=64, num_layers=2)
+    return run_in_process(policy, tmp_path_factory.mktemp("run"), drafter_vocab_size=32)
+
+
+@pytest.mark.engine
+class TestWithTheRealEngine:
+    def test_logs_every_metric(self, run):
+        names = set().union(*run["logs"])
+        for name in (
+            "tlt/acceptance_length",
+            "tlt/draft_tokens/proposed",
+            "tlt/draft_tokens/accepted",
+            "tlt/rollout/tokens_per_s",
+            "tlt/speculation_share",
+            "tlt/drafter/loss",
+            "tlt/drafter/acceptance_length",
+            "tlt/drafter/seconds",
+            "tlt/sync_seconds",
+            "tlt/buffer/tokens",
+            "tlt/alarm/acceptance_collapse",
+        ):
+            assert name in names, name
+
+    def test_drafter_is_trained_on_recorded_features(self, run):
+        assert run["drafter_steps"] > 0
+        assert run["logs"][-1]["tlt/buffer/tokens"] > 0
+
+    def test_sampling_logprobs_equal_the_policys(self, run):
+        # float32 on both sides: an engine that held other weights, or shifted log-probs, would be off by far more.
+        assert max(log["sampling/sampling_logp_difference/max"] for log in run["logs"]) < 1e-2
+
+    def test_embedding_is_the_policys_and_shared(self, run):
+        assert run["embedding_equal"] and run["embedding_shared"]
+
+    def test_evaluation_leaves_buffer_and_selector_alone(self, run):
+        assert run["eval_left_no_trace"]
+
+    def test_saves_the_drafter(self, run):
+        assert {"config.json", "model.safetensors"} <= set(run["saved"])
+
+    def test_untied_policy_with_lora(self, tmp_path):
+        policy = save_tiny_policy(tmp_path / "policy", vocab_size=64, num_layers=2, tied=False)
+        run = run_in_process(policy, tmp_path / "run", peft=True, beta=0.05)
+        assert run["drafter_steps"] > 0 and run["embedding_equal"]
+        assert max(log["sampling/sampling_logp_difference/max"] for log in run["logs"]) < 1e-2
+
+    def test_without_importance_sampling_features_come_from_the_loss(self, tmp_path):
+        policy = save_tiny_policy(tmp_path / "policy", vocab_size=64, num_layers=2)
+        run = run_in_process(policy, tmp_path / "run", vllm_importance_sampling_correction=False)
+        assert run["drafter_steps"] > 0
