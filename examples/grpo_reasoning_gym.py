@@ -35,7 +35,8 @@ DEFAULTS = {
     "use_vllm": True,
     "vllm_mode": "colocate",
     "vllm_max_model_length": 512,
-    "vllm_engine_kwargs": {"max_num_seqs": 8},
+    # A cache for 8 answers and their prompts; on CPU the default is a third of all memory.
+    "vllm_engine_kwargs": {"max_num_seqs": 8, "kv_cache_memory_bytes": 2**28},
     "per_device_train_batch_size": 8,
     "per_device_eval_batch_size": 32,
     "num_generations": 8,

@@ -1,4 +1,5 @@
 import functools
+import json
 import logging
 import os
 import time
@@ -6,7 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
+from accelerate.utils import is_peft_model
 from transformers import PreTrainedModel
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer import grpo_trainer
 
@@ -27,6 +30,9 @@ from .tlt_grpo_config import TLTGRPOConfig
 
 
 logger = logging.getLogger(__name__)
+
+# Beside the drafter's weights in a checkpoint: optimiser, buffer counters and selector.
+DRAFTER_STATE_NAME = "training_state.pt"
 
 
 class TLTGRPOTrainer(GRPOTrainer):
@@ -163,7 +169,7 @@ class TLTGRPOTrainer(GRPOTrainer):
 
     def _build_drafter(self, policy: PreTrainedModel) -> Drafter:
         args = self.args
-        base = policy.get_base_model() if hasattr(policy, "peft_config") else policy
+        base = policy.get_base_model() if is_peft_model(policy) else policy
         if self._given_drafter is not None:
             drafter = self._given_drafter
         elif args.drafter_model_name_or_path is not None:
@@ -385,6 +391,35 @@ class TLTGRPOTrainer(GRPOTrainer):
         if self.drafter is not None and self.args.should_save:
             output_dir = self.args.output_dir if output_dir is None else output_dir
             self.save_drafter(os.path.join(output_dir, "drafter"))
+
+    def _save_checkpoint(self, model, trial):
+        super()._save_checkpoint(model, trial)
+        if self.drafter_trainer is None or not self.args.should_save:
+            return
+        folder = os.path.join(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        state = {
+            "trainer": self.drafter_trainer.state_dict(),
+            "buffer": self.feature_buffer.state_dict(),
+            "selector": json.dumps(self.vllm_generation.rollout_loop.selector.state_dict()),
+        }
+        torch.save(state, os.path.join(folder, "drafter", DRAFTER_STATE_NAME))
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if self.drafter_trainer is None or checkpoint is None:
+            return
+        folder = os.path.join(checkpoint, "drafter")
+        if not os.path.isdir(folder):
+            logger.warning("%s holds no drafter: going on with the one that this run began with.", checkpoint)
+            return
+        base = self.model.get_base_model() if is_peft_model(self.model) else self.model
+        # Weights and vocabulary mapping together: a mapping that was made anew would give the head other tokens.
+        self.drafter.load_state_dict(load_drafter(folder, base.config).state_dict())
+        state = torch.load(os.path.join(folder, DRAFTER_STATE_NAME), weights_only=True)
+        self.drafter_trainer.load_state_dict(state["trainer"])
+        self.feature_buffer.load_state_dict(state["buffer"])
+        self.vllm_generation.rollout_loop.selector.load_state_dict(json.loads(state["selector"]))
+        self._tokens_at_merge = self.drafter_trainer.tokens_trained
 
 
 def _check_sampling(args: TLTGRPOConfig) -> None:

@@ -169,8 +169,8 @@ def sample_by_inversion(sampler) -> None:
     """
     Lets one engine's sampler draw by inverting the cumulative distribution too, in place.
 
-    vLLM draws an exponential number per vocabulary entry here as well; for 8 requests that is 4 of the 27 ms of a plain
-    step of a 135M policy on one thread. Requests with a seed of their own keep vLLM's way.
+    vLLM draws an exponential number per vocabulary entry here as well; for 8 requests that is 4 of the 27 ms of a
+    plain step of a 135M policy on one thread. Requests with a seed of their own keep vLLM's way.
 
     Args:
         sampler (`vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler`):

@@ -17,7 +17,13 @@ import torch
 from packaging.specifiers import SpecifierSet
 
 from . import cpu_backend
-from .read_back import Fingerprint, compare_fingerprints, fingerprint_of_module, fingerprint_of_weight
+from .read_back import (
+    Fingerprint,
+    bits_checksum,
+    compare_fingerprints,
+    fingerprint_of_module,
+    fingerprint_of_weight,
+)
 
 
 if TYPE_CHECKING:
@@ -115,6 +121,28 @@ def check_vllm_version() -> None:
             f"vLLM {vllm.__version__} is installed, but speculative rollouts were tested with vllm{SUPPORTED_VLLM} "
             "only. Install a version in that range, or use TRL's GRPOTrainer, which runs without speculation."
         )
+
+
+def keep_drafter_head() -> None:
+    """
+    Keeps vLLM from giving the drafter the policy's own `lm_head`; to be called before an engine is built.
+
+    vLLM shares the head where the two are equal when the engine starts, and a drafter made from its policy starts with
+    a copy of it. Every later push of the drafter would then overwrite the policy's head (and, where it is tied, its
+    embedding) and the engine would sample from another policy. On CPU packed heads are empty tensors, which are always
+    equal.
+    """
+    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+
+    if SpecDecodeBaseProposer._maybe_share_lm_head is _share_missing_head:
+        return
+    _share_missing_head.original = SpecDecodeBaseProposer._maybe_share_lm_head
+    SpecDecodeBaseProposer._maybe_share_lm_head = _share_missing_head
+
+
+def _share_missing_head(proposer, target_language_model) -> None:
+    if not proposer.model.has_own_lm_head:
+        _share_missing_head.original(proposer, target_language_model)
 
 
 def supports_eagle3(architectures: Sequence[str]) -> bool:
@@ -249,6 +277,11 @@ class RolloutEngine:
         self._require_known_runner()
         self.speculative_config = self._require("vllm_config.speculative_config", self._runner)
         self._proposer = self._runner.drafter if self.speculative_config is not None else None
+        if self._proposer is not None and self.drafter_module().lm_head is self.target_module().lm_head:
+            raise UnsupportedEngineError(
+                "The engine's drafter shares the policy's `lm_head`, so pushing the drafter would overwrite the policy. "
+                "Call `tlt_trl.generation.engine.keep_drafter_head()` before the engine is built."
+            )
         self._last_step: EngineStep | None = None
         self._step_facts: dict[str, Any] = {}
         self._observe_scheduler()
@@ -523,7 +556,7 @@ class RolloutEngine:
             scored = self._generate([prompt_token_ids + list(s.token_ids) for s, _ in samples], params)
         finally:
             self.schedule.choose = choose
-            self.llm.reset_prefix_cache()
+            self.reset_prefix_cache()
         speculative, plain = [], []
         for (sample, _), (_, prompt_logprobs) in zip(samples, scored, strict=True):
             answer = prompt_logprobs[len(prompt_token_ids) :]
@@ -539,6 +572,12 @@ class RolloutEngine:
             finished += [output for output in self._llm_engine.step() if output.finished]
         finished.sort(key=lambda output: int(output.request_id))
         return [(output.outputs[0], output.prompt_logprobs) for output in finished]
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets what the engine has cached of earlier requests, which was computed with other weights."""
+        self.llm.reset_prefix_cache()
+        if self._deferred is not None:
+            self._deferred.discard()
 
     # ---- weights ---------------------------------------------------------------------------------------------------
 
@@ -614,6 +653,7 @@ class RolloutEngine:
         if shared := [name for name, _ in weights if "embed_tokens" in name]:
             raise ValueError(f"The drafter shares the policy's embedding; refusing to load {shared} over it.")
         model = self.drafter_module()
+        policy_embedding = bits_checksum(self.target_embedding().data) if verify else None
         with set_current_vllm_config(self._worker.vllm_config), torch.no_grad():
             if self.is_cpu:
                 initialize_layerwise_reload(model)
@@ -621,6 +661,11 @@ class RolloutEngine:
                 finalize_layerwise_reload(model, self.speculative_config.draft_model_config)
             else:
                 model.load_weights(weights)
+        if verify and bits_checksum(self.target_embedding().data) != policy_embedding:
+            raise UnsupportedEngineError(
+                "Loading the drafter changed the policy's embedding in the engine. Please report this with the vLLM "
+                "version and the model's name."
+            )
         if verify:
             dtype = self.speculative_config.draft_model_config.dtype
             fingerprints = {

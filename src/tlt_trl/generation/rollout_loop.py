@@ -1,5 +1,6 @@
 """Steps the engine until every sample is finished, asks the selector before each step, and tells it what happened."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -84,6 +85,8 @@ class RolloutLoop:
     def __init__(self, engine: RolloutEngine, selector):
         self.engine = engine
         self.selector = selector
+        # Ranks of a tensor-parallel group run one engine: they must not draft different numbers of tokens.
+        self.agree: Callable[[Strategy], Strategy] = lambda strategy: strategy
         self.learning = True  # evaluation rollouts use the selector's choices but teach it nothing
         self.stats = RolloutStats()
         self.steps_by_strategy: dict[str, int] = {}
@@ -95,10 +98,12 @@ class RolloutLoop:
     def _choose(self, batch_size: int) -> int:
         """Called by the engine's scheduler in every step, with the number of requests that this step runs."""
         if self.disabled:
-            self._chosen = Strategy.off()
-            return 0
-        self._chosen = self.selector.select(batch_size, self._context_tokens)
-        self.engine.set_probabilistic_drafts(self._chosen.draft_sampling == "probabilistic")
+            chosen = Strategy.off()
+        else:
+            chosen = self.selector.select(batch_size, self._context_tokens)
+        self._chosen = self.agree(chosen)
+        if not self._chosen.is_off:
+            self.engine.set_probabilistic_drafts(self._chosen.draft_sampling == "probabilistic")
         return self._chosen.num_draft_tokens
 
     def run(self) -> list["RequestOutput"]:

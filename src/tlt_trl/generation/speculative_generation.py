@@ -14,6 +14,7 @@ from trl.generation.vllm_generation import VLLMGeneration, empty_cache
 
 from ..drafter.checkpoint import save_drafter
 from ..drafter.initialization import inner_language_model
+from ..strategy import Strategy
 from ..telemetry.alarms import Alarms
 from . import cpu_backend
 from .engine import (
@@ -21,6 +22,7 @@ from .engine import (
     UnsupportedEngineError,
     WeightMismatchError,
     check_vllm_version,
+    keep_drafter_head,
     no_auxiliary_states_message,
     supports_eagle3,
 )
@@ -88,6 +90,7 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
 
         check_vllm_version()
         cpu_backend.register()  # the plugin entry point does it too, but only for an installed package
+        keep_drafter_head()
         architectures = self.model.config.architectures or [type(inner_language_model(self.model)).__name__]
         if not supports_eagle3(architectures):
             raise UnsupportedEngineError(no_auxiliary_states_message(architectures))
@@ -107,7 +110,19 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
         self.engine = RolloutEngine(self.llm)
         self.rollout_loop = RolloutLoop(self.engine, self._make_selector(self.engine.max_num_seqs))
         self.llm.rollout_loop = self.rollout_loop
+        if self.tensor_parallel_size > 1:
+            self.rollout_loop.agree = self._strategy_of_leader
         self._check_exactness()
+
+    def _strategy_of_leader(self, strategy: Strategy) -> Strategy:
+        """
+        The choice of the first rank of the tensor-parallel group, whose timings alone decide: each rank measures its
+        own, and ranks that chose differently would wait for each other for ever.
+        """
+        number = torch.tensor([strategy.num_draft_tokens], device=self.accelerator.device)
+        torch.distributed.broadcast(number, group=self.tp_group, group_src=0)
+        num_draft_tokens = int(number.item())
+        return Strategy("eagle3", num_draft_tokens, self.args.draft_sampling) if num_draft_tokens else Strategy.off()
 
     def _build_llm(self, llm_class, drafter_dir: str, **trl_kwargs):
         """TRL's engine with a drafter; `vllm_engine_kwargs` have the last word."""
@@ -150,7 +165,7 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
         self.before_drafter_push()
         # Sleep level 2 discards the drafter's weights too, and silently: text stays right, acceptance falls to 1.0.
         self._push_drafter()
-        self.llm.reset_prefix_cache()
+        self.engine.reset_prefix_cache()
         self.sync_seconds += time.perf_counter() - started
 
     def _push_drafter(self) -> None:

@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import cpu_backend
-from .engine import check_vllm_version
+from .engine import check_vllm_version, keep_drafter_head
 from .speculative_generation import make_rollout_llm_class, speculative_config
 
 
 if TYPE_CHECKING:
     from vllm import LLM
+
+
+CPU_KV_CACHE_BYTES = 2**30  # 45 000 tokens of a 135M policy
 
 
 def build_llm(
@@ -56,6 +59,7 @@ def build_llm(
         os.environ.setdefault(name, value)
     os.environ.setdefault("MASTER_PORT", str(free_port()))
     cpu_backend.register()
+    keep_drafter_head()
     from vllm import LLM
 
     speculative = {}
