@@ -17,7 +17,9 @@ pytest.importorskip("vllm")
 
 def run(*args, **env):
     command = [sys.executable, "-m", "tlt_trl.cli", "doctor", *args]
-    return subprocess.run(command, capture_output=True, text=True, env=os.environ | env, check=False, timeout=300)
+    # An engine in this process has written where its process group meets; the command must find a place of its own.
+    inherited = {name: value for name, value in os.environ.items() if name not in ("MASTER_ADDR", "MASTER_PORT")}
+    return subprocess.run(command, capture_output=True, text=True, env=inherited | env, check=False, timeout=300)
 
 
 @pytest.mark.engine
