@@ -134,15 +134,15 @@ def keep_drafter_head() -> None:
     """
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
-    if SpecDecodeBaseProposer._maybe_share_lm_head is _share_missing_head:
+    original = SpecDecodeBaseProposer._maybe_share_lm_head
+    if original.__name__ == "share_missing_lm_head":
         return
-    _share_missing_head.original = SpecDecodeBaseProposer._maybe_share_lm_head
-    SpecDecodeBaseProposer._maybe_share_lm_head = _share_missing_head
 
+    def share_missing_lm_head(proposer, target_language_model):
+        if not proposer.model.has_own_lm_head:
+            original(proposer, target_language_model)
 
-def _share_missing_head(proposer, target_language_model) -> None:
-    if not proposer.model.has_own_lm_head:
-        _share_missing_head.original(proposer, target_language_model)
+    SpecDecodeBaseProposer._maybe_share_lm_head = share_missing_lm_head
 
 
 def supports_eagle3(architectures: Sequence[str]) -> bool:
@@ -279,7 +279,7 @@ class RolloutEngine:
         self._proposer = self._runner.drafter if self.speculative_config is not None else None
         if self._proposer is not None and self.drafter_module().lm_head is self.target_module().lm_head:
             raise UnsupportedEngineError(
-                "The engine's drafter shares the policy's `lm_head`, so pushing the drafter would overwrite the policy. "
+                "The engine's drafter shares the policy's `lm_head`: pushing the drafter would overwrite the policy. "
                 "Call `tlt_trl.generation.engine.keep_drafter_head()` before the engine is built."
             )
         self._last_step: EngineStep | None = None
