@@ -60,8 +60,8 @@ DEFAULTS = {
 @dataclass
 class DemoArguments:
     model: str | None = field(default=None, metadata={"help": "Folder or Hub id; default: a cold-started SmolLM2."})
-    warmup_tokens: int = field(default=60_000, metadata={"help": "Answers to warm the drafter up with, in tokens."})
-    warmup_epochs: float = field(default=4.0, metadata={"help": "Passes over them."})
+    warmup_tokens: int = field(default=24_000, metadata={"help": "Answers to warm the drafter up with, in tokens."})
+    warmup_epochs: float = field(default=3.0, metadata={"help": "Passes over them."})
     draft_vocab_size: int = field(default=2048, metadata={"help": "Reduced vocabulary of the warmed-up drafter."})
     bench_rounds: int = field(default=3, metadata={"help": "Rollouts of each engine compared at the end; 0: none."})
 
