@@ -61,7 +61,11 @@ def build_llm(
     cpu_backend.register()
     keep_drafter_head()
     from vllm import LLM
+    from vllm.platforms import current_platform
 
+    if current_platform.is_cpu() and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
+        # On CPU vLLM takes its share of all memory for the cache alone: with two engines more than there is.
+        engine_kwargs.setdefault("kv_cache_memory_bytes", CPU_KV_CACHE_BYTES)
     speculative = {}
     if drafter is not None:
         speculative["speculative_config"] = speculative_config(drafter, max_draft_tokens, max_num_seqs, draft_sampling)
