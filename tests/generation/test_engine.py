@@ -97,14 +97,6 @@ def test_the_choice_sees_the_batch_of_its_own_step(setup):
     assert asked[0] == 4 and asked[-1] == 2 and set(asked) <= {4, 2, 6}
 
 
-def test_length_that_the_engine_was_not_built_for_is_an_error(setup):
-    with pytest.raises(ValueError, match="0 to 5"):
-        setup.generate(lambda batch_size: 6, prompts=[[1, 4]], max_tokens=4)
-    while setup.engine.has_unfinished_requests():
-        setup.engine.schedule.choose = lambda batch_size: 0
-        setup.engine.step()
-
-
 def test_drafts_after_steps_without_are_those_of_an_engine_that_never_skipped(setup):
     deferred = setup.engine._deferred
     completions, skipping = setup.generate(alternating(5))
