@@ -38,7 +38,7 @@ DEFAULTS = {
     # A cache for 8 answers and their prompts; on CPU the default is a third of all memory.
     "vllm_engine_kwargs": {"max_num_seqs": 8, "kv_cache_memory_bytes": 2**28},
     "per_device_train_batch_size": 8,
-    "per_device_eval_batch_size": 32,
+    "per_device_eval_batch_size": 16,
     "num_generations": 8,
     "num_generations_eval": 2,
     "gradient_accumulation_steps": 4,
@@ -169,7 +169,7 @@ def main() -> None:
         step_reward,
         config,
         train_dataset,
-        make_dataset(split="eval", num_examples=64, seed=config.seed),
+        make_dataset(split="eval", num_examples=48, seed=config.seed),
         processing_class=AutoTokenizer.from_pretrained(model),
         callbacks=[metrics],
     )

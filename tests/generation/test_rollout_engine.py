@@ -2,14 +2,13 @@
 
 import pytest
 import torch
+from tests.conftest import save_tiny_policy
 from transformers import AutoModelForCausalLM
 
 from tlt_trl.drafter.checkpoint import save_drafter
 from tlt_trl.drafter.modeling_drafter import Drafter
 from tlt_trl.generation.engine import RolloutEngine, WeightMismatchError
 from tlt_trl.generation.standalone import build_llm, completion_ids
-
-from tests.conftest import save_tiny_policy
 
 
 pytestmark = pytest.mark.engine
