@@ -1,5 +1,6 @@
 """Engines outside a training run, built as TRL builds its colocated one, for warm-up, benchmarks and the doctor."""
 
+import gc
 import os
 import socket
 from collections.abc import Sequence
@@ -66,6 +67,8 @@ def build_llm(
     if current_platform.is_cpu() and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
         # On CPU vLLM takes its share of all memory for the cache alone: with two engines more than there is.
         engine_kwargs.setdefault("kv_cache_memory_bytes", CPU_KV_CACHE_BYTES)
+    # A packed weight of an earlier engine that is collected while this one compiles prints pages of harmless errors.
+    gc.collect()
     speculative = {}
     if drafter is not None:
         speculative["speculative_config"] = speculative_config(drafter, max_draft_tokens, max_num_seqs, draft_sampling)
