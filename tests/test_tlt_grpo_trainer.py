@@ -96,7 +96,7 @@ if __name__ == "__main__":
 """
 
 
-def engine_run(policy_dir, output_dir, peft=False, **kwargs):
+def engine_run(policy_dir, output_dir, peft=False, resume=False, **kwargs):
     """Trains with the real engine and reports what the tests look at."""
     from peft import LoraConfig
 
@@ -108,15 +108,14 @@ def engine_run(policy_dir, output_dir, peft=False, **kwargs):
         vllm_max_model_length=64,
         vllm_engine_kwargs={"enforce_eager": True, "dtype": "float32"},
         gradient_accumulation_steps=2,
-        max_steps=4,
         drafter_time_budget=0.5,
-        **kwargs,
+        **{"max_steps": 4} | kwargs,
     )
     peft_config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"]) if peft else None
     trainer = TLTGRPOTrainer(
         policy_dir, text_reward, args, prompts(), eval_dataset=prompts(4), peft_config=peft_config
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     trainer.vllm_generation.sync_weights()
     engine = trainer.vllm_generation.engine
     logs = [log for log in trainer.state.log_history if "loss" in log]
@@ -131,6 +130,8 @@ def engine_run(policy_dir, output_dir, peft=False, **kwargs):
         ),
         "embedding_shared": engine.drafter_embedding().data_ptr() == engine.target_embedding().data_ptr(),
         "drafter_steps": trainer.drafter_trainer.steps,
+        "drafter_sum": sum(parameter.double().sum().item() for parameter in trainer.drafter.parameters()),
+        "draft_token_ids": trainer.drafter.draft_token_ids.tolist(),
         "eval_left_no_trace": before
         == (trainer.feature_buffer.num_added, trainer.vllm_generation.rollout_loop.selector.summary()),
         "saved": sorted(os.listdir(os.path.join(output_dir, "final", "drafter"))),
@@ -202,3 +203,15 @@ class TestWithTheRealEngine:
         policy = save_tiny_policy(tmp_path / "policy", vocab_size=64, num_layers=2)
         run = run_in_process(policy, tmp_path / "run", vllm_importance_sampling_correction=False)
         assert run["drafter_steps"] > 0
+
+    def test_resume_goes_on_with_the_drafter_of_the_checkpoint(self, tmp_path):
+        policy = save_tiny_policy(tmp_path / "policy", vocab_size=64, num_layers=2)
+        saving = {"save_strategy": "steps", "save_steps": 4}
+        first = run_in_process(policy, tmp_path / "run", drafter_vocab_size=32, **saving)
+        # No step is left to take: what comes back is what was saved.
+        again = run_in_process(policy, tmp_path / "run", drafter_vocab_size=32, resume=True, **saving)
+        assert first["drafter_steps"] > 0
+        for name in ("drafter_steps", "drafter_sum", "draft_token_ids"):
+            assert again[name] == first[name], name
+        longer = run_in_process(policy, tmp_path / "run", drafter_vocab_size=32, resume=True, max_steps=8, **saving)
+        assert longer["drafter_steps"] > first["drafter_steps"]
