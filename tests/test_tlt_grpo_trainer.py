@@ -87,6 +87,8 @@ def test_bad_input_is_refused_before_the_engine_is_built(tiny_policy_dir, tmp_pa
         TLTGRPOTrainer(tiny_policy_dir, text_reward, args, prompts())
 
 
+RENDEZVOUS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
 # The engine stays in its process until the end, so each run gets one of its own.
 ENGINE_RUN = """
 import json, sys
@@ -140,11 +142,14 @@ def engine_run(policy_dir, output_dir, peft=False, resume=False, **kwargs):
 
 def run_in_process(policy_dir, output_dir, **kwargs):
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    # Engines of other tests leave their rendezvous in the environment; the new process must not join it.
+    environment = {name: value for name, value in os.environ.items() if name not in RENDEZVOUS}
     done = subprocess.run(
         [sys.executable, "-c", ENGINE_RUN, policy_dir, str(output_dir), json.dumps(kwargs)],
         capture_output=True,
         text=True,
         cwd=root,
+        env=environment,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
