@@ -179,7 +179,6 @@ def main() -> None:
     trainer.train()
     trainer.evaluate()
     trainer.save_model(str(output_dir / "policy"))
-    trainer.save_drafter(str(output_dir / "drafter"))
     if state.is_main_process:
         summary = summarise(metrics, config, demo, output_dir, train_dataset)
         summary["seconds"] = round(time.perf_counter() - started, 1)
@@ -199,7 +198,9 @@ def summarise(metrics: MetricsFile, config: TLTGRPOConfig, demo: DemoArguments, 
         "accept_length_first": rows[0]["tlt/acceptance_length"],
         "accept_length_last": rows[-1]["tlt/acceptance_length"],
         "accepted_by_position": [
-            rows[-1][key] for key in sorted(rows[-1]) if key.startswith("tlt/acceptance/position_")
+            rows[-1][f"tlt/acceptance/position_{position}"]
+            for position in range(config.max_num_draft_tokens)
+            if f"tlt/acceptance/position_{position}" in rows[-1]
         ],
         "drafter_seconds_share": sum(row["tlt/drafter/seconds"] for row in rows) / step_seconds,
         "sync_seconds_share": sum(row["tlt/sync_seconds"] for row in rows) / step_seconds,

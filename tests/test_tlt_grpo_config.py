@@ -63,3 +63,14 @@ def test_bad_values_name_the_field_and_the_value(tmp_path, field, value):
         config(tmp_path, **{field: value})
     shown = value[-1] if isinstance(value, list) and value and value[-1] > 16 else value
     assert str(shown) in str(error.value)
+
+
+@pytest.mark.parametrize("field", ["drafter_learning_rate", "drafter_max_grad_norm"])
+def test_rates_must_be_positive(tmp_path, field):
+    with pytest.raises(ValueError, match=f"`{field}` must be greater than 0"):
+        config(tmp_path, **{field: 0.0})
+
+
+def test_engine_arguments_that_the_trainer_sets_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="must not hold `speculative_config`"):
+        config(tmp_path, vllm_engine_kwargs={"speculative_config": {"method": "ngram"}})

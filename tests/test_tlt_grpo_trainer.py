@@ -118,11 +118,18 @@ def engine_run(policy_dir, output_dir, peft=False, resume=False, **kwargs):
         policy_dir, text_reward, args, prompts(), eval_dataset=prompts(4), peft_config=peft_config
     )
     trainer.train(resume_from_checkpoint=resume)
+    left_by_train = sorted(os.listdir(os.path.join(output_dir, "drafter")))
     trainer.vllm_generation.sync_weights()
     engine = trainer.vllm_generation.engine
     logs = [log for log in trainer.state.log_history if "loss" in log]
     base = trainer.model.get_base_model() if peft else trainer.model
-    before = trainer.feature_buffer.num_added, trainer.vllm_generation.rollout_loop.selector.summary()
+    training = trainer.drafter_trainer is not None
+
+    def traces():
+        added = trainer.feature_buffer.num_added if training else 0
+        return added, trainer.vllm_generation.rollout_loop.selector.summary()
+
+    before = traces()
     trainer.evaluate()
     trainer.save_model(os.path.join(output_dir, "final"))
     return {
@@ -131,11 +138,11 @@ def engine_run(policy_dir, output_dir, peft=False, resume=False, **kwargs):
             engine.target_embedding()[: base.config.vocab_size], base.get_input_embeddings().weight
         ),
         "embedding_shared": engine.drafter_embedding().data_ptr() == engine.target_embedding().data_ptr(),
-        "drafter_steps": trainer.drafter_trainer.steps,
+        "drafter_steps": trainer.drafter_trainer.steps if training else 0,
         "drafter_sum": sum(parameter.double().sum().item() for parameter in trainer.drafter.parameters()),
         "draft_token_ids": trainer.drafter.draft_token_ids.tolist(),
-        "eval_left_no_trace": before
-        == (trainer.feature_buffer.num_added, trainer.vllm_generation.rollout_loop.selector.summary()),
+        "eval_left_no_trace": before == traces(),
+        "left_by_train": left_by_train,
         "saved": sorted(os.listdir(os.path.join(output_dir, "final", "drafter"))),
     }
 
@@ -197,6 +204,7 @@ class TestWithTheRealEngine:
 
     def test_saves_the_drafter(self, run):
         assert {"config.json", "model.safetensors"} <= set(run["saved"])
+        assert {"config.json", "model.safetensors"} <= set(run["left_by_train"])
 
     def test_untied_policy_with_lora(self, tmp_path):
         policy = save_tiny_policy(tmp_path / "policy", vocab_size=64, num_layers=2, tied=False)
@@ -218,5 +226,10 @@ class TestWithTheRealEngine:
         assert first["drafter_steps"] > 0
         for name in ("drafter_steps", "drafter_sum", "draft_token_ids"):
             assert again[name] == first[name], name
+        # Without drafter training the weights come back all the same; other draft lengths begin a new selector.
+        frozen = run_in_process(policy, tmp_path / "run", drafter_vocab_size=32, resume=True, train_drafter=False)
+        assert frozen["drafter_sum"] == first["drafter_sum"]
+        other = {"drafter_vocab_size": 32, "resume": True, "draft_token_choices": [1, 4]}
+        assert run_in_process(policy, tmp_path / "run", **other)["drafter_sum"] == first["drafter_sum"]
         longer = run_in_process(policy, tmp_path / "run", drafter_vocab_size=32, resume=True, max_steps=8, **saving)
         assert longer["drafter_steps"] > first["drafter_steps"]

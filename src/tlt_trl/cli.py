@@ -43,6 +43,8 @@ def read_prompts(path: Path, tokenizer) -> list[list[int]]:
     """
     prompts = []
     for number, line in enumerate(path.read_text().splitlines(), start=1):
+        if not line.strip():
+            continue
         row = json.loads(line)
         if "prompt" not in row:
             raise ValueError(f"{path}, line {number}: no key 'prompt', only {sorted(row)}.")
@@ -197,7 +199,7 @@ def run_bench_rollout(args: argparse.Namespace) -> int:
     summary = {
         "rollout_speedup": round(speedup(results, "speculative", "plain"), 3),
         "acceptance_length": round(stats.acceptance_length, 3),
-        "accepted_by_position": [round(count / max(1, stats.drafts), 3) for count in stats.accepted_by_position],
+        "accepted_by_position": [round(share, 3) for share in stats.acceptance_by_position],
         "steps_by_strategy": loop.steps_by_strategy,
     }
     for name, rollouts in results.items():

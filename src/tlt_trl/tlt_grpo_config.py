@@ -51,8 +51,8 @@ class TLTGRPOConfig(GRPOConfig):
             Size of the drafter's reduced vocabulary: the tokens most frequent in the training set's text columns.
             `None` drafts over the whole vocabulary. Ignored with `drafter_model_name_or_path`.
         drafter_aux_layer_ids (`list[int]`, *optional*):
-            Policy layers whose input the drafter sees. Defaults to `[2, L // 2, L - 3]`. Ignored with
-            `drafter_model_name_or_path`.
+            Policy layers whose input the drafter sees. Defaults to `[2, L // 2, L - 3]` (others below seven layers).
+            Ignored with `drafter_model_name_or_path`.
         train_drafter (`bool`, *optional*, defaults to `True`):
             Whether to train the drafter while the run goes on.
         drafter_time_budget (`float`, *optional*, defaults to `0.1`):
@@ -217,6 +217,15 @@ class TLTGRPOConfig(GRPOConfig):
         if self.speculation_activation_threshold is not None:
             self._check_range("speculation_activation_threshold", self.speculation_activation_threshold, 0, None)
         self._check_range("drafter_time_budget", self.drafter_time_budget, 0.0, 0.9)
+        for name in ("drafter_learning_rate", "drafter_max_grad_norm"):
+            if not self.__dict__[name] > 0:
+                raise ValueError(f"`{name}` must be greater than 0, got {self.__dict__[name]}.")
+        for name in ("speculative_config", "disable_log_stats"):
+            if name in (self.vllm_engine_kwargs or {}):
+                raise ValueError(
+                    f"`vllm_engine_kwargs` must not hold `{name}`: the trainer sets it. Speculation is configured by "
+                    "`speculation_selector`, `draft_token_choices`, `num_draft_tokens` and `draft_sampling`."
+                )
         self._check_range("drafter_unroll_steps", self.drafter_unroll_steps, 1, 16)
         self._check_range("drafter_max_tokens_per_step", self.drafter_max_tokens_per_step, 16, None)
         self._check_range("feature_buffer_tokens", self.feature_buffer_tokens, 0, None)
@@ -240,7 +249,12 @@ class TLTGRPOConfig(GRPOConfig):
 
     @classmethod
     def from_grpo_config(cls, config: GRPOConfig) -> "TLTGRPOConfig":
-        """Takes over a [`~trl.GRPOConfig`] as it is and adds the defaults of this class."""
+        """
+        Copies the values of a [`~trl.GRPOConfig`] and adds the defaults of this class.
+
+        The trainer works on the copy: changing the original afterwards has no effect, and methods of a subclass of
+        `GRPOConfig` are not taken over.
+        """
         if isinstance(config, cls):
             return config
         new = cls.__new__(cls)

@@ -87,7 +87,6 @@ class TLTGRPOTrainer(GRPOTrainer):
     _last_rollout_end_s: float | None = None
     _drafter_credit_s = 0.0
     _straggler_wait: StragglerWait | None = None
-    _tokens_at_merge = 0
 
     def __init__(
         self,
@@ -233,7 +232,6 @@ class TLTGRPOTrainer(GRPOTrainer):
                 self.accelerator.num_processes,
                 timeout_s=args.ddp_timeout,
             )
-            self.vllm_generation.before_drafter_push = self._merge_drafters
 
     # ---- rollout ---------------------------------------------------------------------------------------------------
 
@@ -281,9 +279,11 @@ class TLTGRPOTrainer(GRPOTrainer):
         if self._straggler_wait is not None:
             self._straggler_wait.announce()
             report = train_until_all_finished(self.drafter_trainer, self._straggler_wait)
+            tokens = self._merge_drafters(report["tokens"])
         else:
             report = self._train_within_budget(rollout_started_s)
-        if report["steps"]:
+            tokens = report["tokens"]
+        if tokens:
             generation.drafter_version += 1
         self._metrics["train"]["tlt/buffer/tokens"].append(float(self.feature_buffer.num_tokens))
         for name, value in report.items():
@@ -304,12 +304,17 @@ class TLTGRPOTrainer(GRPOTrainer):
         self._drafter_credit_s -= report["seconds"]
         return report
 
-    def _merge_drafters(self) -> None:
-        """Averages the drafters that ranks have trained apart; every rank must call it."""
-        tokens = self.drafter_trainer.tokens_trained
+    def _merge_drafters(self, tokens: float) -> float:
+        """
+        Averages the drafters that ranks have just trained apart; every rank calls it, right after the wait.
+
+        Between two rollouts all ranks therefore hold the same drafter, and whichever saves it saves everybody's work.
+
+        Returns:
+            `float`: Tokens trained by all ranks.
+        """
         tensors = self.drafter_trainer.mergeable_tensors()
-        average_by_tokens(tensors, tokens - self._tokens_at_merge, torch.distributed.all_reduce)
-        self._tokens_at_merge = tokens
+        return average_by_tokens(tensors, tokens, torch.distributed.all_reduce)
 
     def _log_rollout(self, mode: str) -> None:
         generation = self.vllm_generation
@@ -364,7 +369,7 @@ class TLTGRPOTrainer(GRPOTrainer):
 
     def save_drafter(self, output_dir: str | None = None) -> str:
         """
-        Saves the drafter in the EAGLE-3 layout that vLLM and SGLang load as it is.
+        Saves the drafter in the EAGLE-3 layout that vLLM and SGLang load as it is. Any rank may call it; one writes.
 
         Args:
             output_dir (`str`, *optional*):
@@ -374,6 +379,8 @@ class TLTGRPOTrainer(GRPOTrainer):
             `str`: The folder.
         """
         output_dir = os.path.join(self.args.output_dir, "drafter") if output_dir is None else output_dir
+        if not self.args.should_save:
+            return output_dir
         steps = self.drafter_trainer.steps if self.drafter_trainer is not None else 0
         tokens = self.drafter_trainer.tokens_trained if self.drafter_trainer is not None else 0
         provenance = {
@@ -385,10 +392,17 @@ class TLTGRPOTrainer(GRPOTrainer):
         save_drafter(self.drafter, output_dir, provenance)
         return output_dir
 
+    def train(self, *args, **kwargs):
+        # The drafter is what a run leaves behind beside the policy, also where nobody calls `save_model`.
+        output = super().train(*args, **kwargs)
+        if self.drafter is not None:
+            self.save_drafter()
+        return output
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False):
         # Both checkpoints and the final save come through here, on every rank.
         super().save_model(output_dir, _internal_call)
-        if self.drafter is not None and self.args.should_save:
+        if self.drafter is not None:
             output_dir = self.args.output_dir if output_dir is None else output_dir
             self.save_drafter(os.path.join(output_dir, "drafter"))
 
@@ -406,7 +420,7 @@ class TLTGRPOTrainer(GRPOTrainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         super()._load_optimizer_and_scheduler(checkpoint)
-        if self.drafter_trainer is None or checkpoint is None:
+        if self.drafter is None or checkpoint is None:
             return
         folder = os.path.join(checkpoint, "drafter")
         if not os.path.isdir(folder):
@@ -415,11 +429,17 @@ class TLTGRPOTrainer(GRPOTrainer):
         base = self.model.get_base_model() if is_peft_model(self.model) else self.model
         # Weights and vocabulary mapping together: a mapping that was made anew would give the head other tokens.
         self.drafter.load_state_dict(load_drafter(folder, base.config).state_dict())
-        state = torch.load(os.path.join(folder, DRAFTER_STATE_NAME), weights_only=True)
+        state_path = os.path.join(folder, DRAFTER_STATE_NAME)
+        if self.drafter_trainer is None or not os.path.exists(state_path):
+            # One of the two runs did not train the drafter: there are weights to go on with, and nothing else.
+            return
+        state = torch.load(state_path, weights_only=True)
         self.drafter_trainer.load_state_dict(state["trainer"])
         self.feature_buffer.load_state_dict(state["buffer"])
-        self.vllm_generation.rollout_loop.selector.load_state_dict(json.loads(state["selector"]))
-        self._tokens_at_merge = self.drafter_trainer.tokens_trained
+        try:
+            self.vllm_generation.rollout_loop.selector.load_state_dict(json.loads(state["selector"]))
+        except ValueError as error:
+            logger.warning("The selector begins anew, since this run chooses among other strategies: %s", error)
 
 
 def _check_sampling(args: TLTGRPOConfig) -> None:

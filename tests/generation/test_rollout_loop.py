@@ -14,6 +14,7 @@ def step(batch_size, verified, proposed, accepted=(), prefill=False, seconds=0.0
         num_proposed=proposed,
         drafts=batch_size if verified else 0,
         draft_tokens=batch_size * verified,
+        drafted_by_position=(batch_size,) * verified,
         accepted_by_position=tuple(accepted),
         emitted_tokens=batch_size + sum(accepted),
         context_tokens=100 * batch_size,
@@ -108,6 +109,7 @@ def test_statistics_add_up():
     assert (stats.drafts, stats.draft_tokens, stats.accepted_by_position) == (3, 6, [3, 1])
     assert stats.emitted_tokens == 2 + 5 + 2
     assert stats.acceptance_length == pytest.approx(1 + 4 / 3)
+    assert stats.acceptance_by_position == pytest.approx([1.0, 1 / 3])
     assert stats.tokens_per_s == pytest.approx(9 / 0.03)
     assert loop.pop_stats().steps == 0
 

@@ -104,3 +104,14 @@ def test_summary_has_one_row_per_bucket_and_strategy(name):
     for row in rows:
         assert row["visits"] == 0 or row["tokens_per_s"] == row["emitted_tokens"] / row["seconds"]
     json.dumps(rows)
+
+
+def test_state_of_another_selector_is_refused_and_changes_nothing():
+    strategies = [Strategy("eagle3", 1), Strategy("eagle3", 3)]
+    mine = make_selector("auto", strategies, 8)
+    before = mine.state_dict()
+    others = [make_selector("cost_model", strategies, 8), make_selector("auto", strategies[:1], 8)]
+    for other in [*others, make_selector("auto", strategies, 16)]:
+        with pytest.raises(ValueError, match="start a new selector"):
+            mine.load_state_dict(other.state_dict())
+    assert mine.state_dict() == before

@@ -8,6 +8,7 @@ written against, the error says so and names the supported versions.
 """
 
 import operator
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -60,6 +61,8 @@ class EngineStep:
             Requests that had draft tokens verified.
         draft_tokens (`int`):
             Draft tokens verified, summed over requests.
+        drafted_by_position (`tuple[int, ...]`):
+            Number of requests that had a draft token at that position, one entry per position.
         accepted_by_position (`tuple[int, ...]`):
             Number of requests whose draft token at that position was accepted, one entry per position.
         emitted_tokens (`int`):
@@ -77,6 +80,7 @@ class EngineStep:
     num_proposed: int
     drafts: int
     draft_tokens: int
+    drafted_by_position: tuple[int, ...]
     accepted_by_position: tuple[int, ...]
     emitted_tokens: int
     context_tokens: int
@@ -121,6 +125,16 @@ def check_vllm_version() -> None:
             f"vLLM {vllm.__version__} is installed, but speculative rollouts were tested with vllm{SUPPORTED_VLLM} "
             "only. Install a version in that range, or use TRL's GRPOTrainer, which runs without speculation."
         )
+
+
+def choose_model_runner() -> None:
+    """
+    Chooses vLLM's V1 model runner, the one that this module drives; to be called before an engine is built.
+
+    vLLM takes the V2 runner by default where Triton works, that is on CUDA. Who has set the variable is not overruled:
+    [`RolloutEngine`] then says what is wrong.
+    """
+    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
 
 
 def keep_drafter_head() -> None:
@@ -383,9 +397,12 @@ class RolloutEngine:
         row = model_runner_output.req_id_to_index
         drafts = scheduler_output.scheduled_spec_decode_tokens
         scheduled = scheduler_output.num_scheduled_tokens
-        accepted = [0] * max((len(tokens) for tokens in drafts.values()), default=0)
-        for request_id in drafts:
-            for position in range(min(len(sampled[row[request_id]]) - 1, len(accepted))):
+        drafted = [0] * max((len(tokens) for tokens in drafts.values()), default=0)
+        accepted = [0] * len(drafted)
+        for request_id, tokens in drafts.items():
+            for position in range(len(tokens)):
+                drafted[position] += 1
+            for position in range(min(len(sampled[row[request_id]]) - 1, len(tokens))):
                 accepted[position] += 1
         return {
             "batch_size": len(scheduled),
@@ -393,6 +410,7 @@ class RolloutEngine:
             "num_proposed": scheduler_output.num_spec_tokens_to_schedule,
             "drafts": len(drafts),
             "draft_tokens": sum(len(tokens) for tokens in drafts.values()),
+            "drafted_by_position": tuple(drafted),
             "accepted_by_position": tuple(accepted),
             "emitted_tokens": sum(len(tokens) for tokens in sampled),
             "context_tokens": sum(scheduler_output.scheduled_cached_reqs.num_computed_tokens),

@@ -30,8 +30,10 @@ class RolloutStats:
             Requests that had draft tokens verified, summed over steps.
         draft_tokens (`int`):
             Draft tokens verified.
+        drafted_by_position (`list[int]`):
+            Draft tokens verified, by position.
         accepted_by_position (`list[int]`):
-            Accepted draft tokens by position.
+            Accepted draft tokens, by position.
     """
 
     steps: int = 0
@@ -40,6 +42,7 @@ class RolloutStats:
     emitted_tokens: int = 0
     drafts: int = 0
     draft_tokens: int = 0
+    drafted_by_position: list[int] = field(default_factory=list)
     accepted_by_position: list[int] = field(default_factory=list)
 
     def add_step(self, step: EngineStep) -> None:
@@ -51,10 +54,13 @@ class RolloutStats:
         self.speculative_steps += 1
         self.draft_tokens += step.draft_tokens
         self.drafts += step.drafts
-        missing = len(step.accepted_by_position) - len(self.accepted_by_position)
-        self.accepted_by_position += [0] * missing
-        for position, accepted in enumerate(step.accepted_by_position):
-            self.accepted_by_position[position] += accepted
+        for mine, of_step in (
+            (self.drafted_by_position, step.drafted_by_position),
+            (self.accepted_by_position, step.accepted_by_position),
+        ):
+            mine += [0] * (len(of_step) - len(mine))
+            for position, count in enumerate(of_step):
+                mine[position] += count
 
     @property
     def accepted_tokens(self) -> int:
@@ -64,6 +70,12 @@ class RolloutStats:
     def acceptance_length(self) -> float:
         """Tokens emitted per verification of one request: accepted draft tokens plus one; 1.0 without drafts."""
         return 1.0 + self.accepted_tokens / self.drafts if self.drafts else 1.0
+
+    @property
+    def acceptance_by_position(self) -> list[float]:
+        """Share of the draft tokens at each position that was accepted; the positions are those that were drafted."""
+        pairs = zip(self.accepted_by_position, self.drafted_by_position, strict=True)
+        return [accepted / drafted for accepted, drafted in pairs]
 
     @property
     def tokens_per_s(self) -> float:

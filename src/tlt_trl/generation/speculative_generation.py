@@ -22,6 +22,7 @@ from .engine import (
     UnsupportedEngineError,
     WeightMismatchError,
     check_vllm_version,
+    choose_model_runner,
     keep_drafter_head,
     no_auxiliary_states_message,
     supports_eagle3,
@@ -77,8 +78,6 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
         self.policy_lm_head: torch.Tensor | None = None
         self.sync_seconds = 0.0
         self.alarms = Alarms()
-        # Called before the drafter is pushed, on all ranks: the place to merge what they trained apart.
-        self.before_drafter_push: Callable[[], None] = lambda: None
         # Counts trainings of the drafter; the second is the version that the engine holds.
         self.drafter_version = 0
         self.pushed_drafter_version = 0
@@ -90,7 +89,9 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
 
         check_vllm_version()
         cpu_backend.register()  # the plugin entry point does it too, but only for an installed package
+        choose_model_runner()
         keep_drafter_head()
+        _refuse_quantized(self.model)
         architectures = self.model.config.architectures or [type(inner_language_model(self.model)).__name__]
         if not supports_eagle3(architectures):
             raise UnsupportedEngineError(no_auxiliary_states_message(architectures))
@@ -162,7 +163,6 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
         self.engine.push_target(self._policy_weights(), verify=self.args.verify_weight_sync)
-        self.before_drafter_push()
         # Sleep level 2 discards the drafter's weights too, and silently: text stays right, acceptance falls to 1.0.
         self._push_drafter()
         self.engine.reset_prefix_cache()
@@ -213,6 +213,14 @@ def speculative_config(drafter: str, max_draft_tokens: int, max_num_seqs: int, d
         "num_speculative_tokens_per_batch_size": [(1, max_num_seqs, max_draft_tokens)],
         "draft_sample_method": draft_sampling,
     }
+
+
+def _refuse_quantized(policy) -> None:
+    if policy.config.to_dict().get("quantization_config") is not None:
+        raise ValueError(
+            "The policy is quantised (`quantization_config`); neither a drafter nor the weight sync with read-back "
+            "can work with packed weights. Load it unquantised (LoRA works), or use TRL's GRPOTrainer."
+        )
 
 
 @functools.lru_cache(maxsize=1)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import cpu_backend
-from .engine import check_vllm_version, keep_drafter_head
+from .engine import check_vllm_version, choose_model_runner, keep_drafter_head
 from .speculative_generation import make_rollout_llm_class, speculative_config
 
 
@@ -60,6 +60,7 @@ def build_llm(
         os.environ.setdefault(name, value)
     os.environ.setdefault("MASTER_PORT", str(free_port()))
     cpu_backend.register()
+    choose_model_runner()
     keep_drafter_head()
     from vllm import LLM
     from vllm.platforms import current_platform

@@ -175,6 +175,7 @@ class Selector:
         """Everything a resumed run needs to choose the same, as plain JSON-able values."""
         version, internal, gauss = self.rng.getstate()
         return {
+            "kind": type(self).__name__,
             "strategies": [str(s) for s in self.strategies],
             "bucket_edges": self.bucket_edges,
             "rng": [version, list(internal), gauss],
@@ -184,10 +185,23 @@ class Selector:
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Restores what `state_dict` returned, for a selector built with the same strategies and buckets."""
-        for name, mine in (("strategies", [str(s) for s in self.strategies]), ("bucket_edges", self.bucket_edges)):
-            if state[name] != mine:
-                raise ValueError(f"{name}={state[name]} of the saved state differs from {mine}; start a new selector.")
+        """
+        Restores what `state_dict` returned.
+
+        Raises:
+            `ValueError`: If the state is that of another kind of selector, or of other strategies or buckets. Nothing
+            is changed then.
+        """
+        mine = {
+            "kind": type(self).__name__,
+            "strategies": [str(s) for s in self.strategies],
+            "bucket_edges": self.bucket_edges,
+        }
+        for name, value in mine.items():
+            if state[name] != value:
+                raise ValueError(
+                    f"{name}={state[name]} of the saved state differs from {value}; start a new selector."
+                )
         version, internal, gauss = state["rng"]
         self.rng.setstate((version, tuple(internal), gauss))
         self._held = list(state["held"])

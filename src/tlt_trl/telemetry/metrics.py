@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 
-# Fixed part of the vector that ranks add up; the accepted tokens by position follow it.
+# Fixed part of the vector that ranks add up; drafted and accepted tokens by position follow it.
 SUMMED = ("steps", "speculative_steps", "seconds", "emitted_tokens", "drafts", "draft_tokens")
 
 
@@ -18,10 +18,12 @@ def rollout_sums(stats, num_positions: int) -> list[float]:
             Largest number of draft tokens, the same on all ranks.
 
     Returns:
-        `list[float]`: Of length `len(SUMMED) + num_positions`.
+        `list[float]`: Of length `len(SUMMED) + 2 * num_positions`.
     """
-    accepted = list(stats.accepted_by_position) + [0] * (num_positions - len(stats.accepted_by_position))
-    return [float(getattr(stats, name)) for name in SUMMED] + [float(count) for count in accepted]
+    sums = [float(getattr(stats, name)) for name in SUMMED]
+    for counts in (stats.drafted_by_position, stats.accepted_by_position):
+        sums += [float(count) for count in counts] + [0.0] * (num_positions - len(counts))
+    return sums
 
 
 def rollout_metrics(sums: Sequence[float], num_ranks: int) -> dict[str, float]:
@@ -35,11 +37,13 @@ def rollout_metrics(sums: Sequence[float], num_ranks: int) -> dict[str, float]:
             Number of ranks that were summed; rates are per rank-second, times the ranks that run at once.
 
     Returns:
-        `dict[str, float]`: Values by metric name. Acceptance by position is the share of verified drafts whose token
-        at that position was accepted; positions that were never drafted are left out.
+        `dict[str, float]`: Values by metric name. Acceptance by position is the share of the draft tokens at that
+        position that was accepted, 0.0 when none was; positions that were never drafted are left out.
     """
     total = dict(zip(SUMMED, sums, strict=False))
-    accepted = list(sums[len(SUMMED) :])
+    by_position = sums[len(SUMMED) :]
+    num_positions = len(by_position) // 2
+    drafted, accepted = by_position[:num_positions], by_position[num_positions:]
     metrics = {
         "tlt/acceptance_length": 1.0 + sum(accepted) / total["drafts"] if total["drafts"] else 1.0,
         "tlt/draft_tokens/proposed": total["draft_tokens"],
@@ -51,7 +55,7 @@ def rollout_metrics(sums: Sequence[float], num_ranks: int) -> dict[str, float]:
         else 0.0,
         "tlt/speculation_share": total["speculative_steps"] / total["steps"] if total["steps"] else 0.0,
     }
-    for position, count in enumerate(accepted):
-        if count:
-            metrics[f"tlt/acceptance/position_{position}"] = count / total["drafts"]
+    for position, (num_drafted, num_accepted) in enumerate(zip(drafted, accepted, strict=True)):
+        if num_drafted:
+            metrics[f"tlt/acceptance/position_{position}"] = num_accepted / num_drafted
     return metrics
