@@ -1,0 +1,159 @@
+"""
+Drafting without a model: a sample goes on as its own text, its group's other answers, or the prompt's earlier answers
+went on after the same tokens.
+
+TLT (arXiv 2511.16665) falls back to such a lookup while no trained drafter exists. Standard library only.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class _Text:
+    """Tokens of one answer behind the last few of its prompt; the n-grams before `indexed` are in the index."""
+
+    tokens: list[int]
+    indexed: int
+
+
+@dataclass(slots=True)
+class _History:
+    """All that was written after one prompt, the prompt first. `index` maps an n-gram to where it last went on."""
+
+    texts: list[_Text] = field(default_factory=list)
+    index: dict[tuple[int, ...], tuple[list[int], int]] = field(default_factory=dict)
+    not_indexed: list[_Text] = field(default_factory=list)
+    num_tokens: int = 0
+
+
+class NgramDrafter:
+    """
+    Looks draft tokens up in what was already written after the same prompt.
+
+    The last `n` tokens of a sample are looked for, longest `n` first, in the prompt, in the sample itself and in every
+    other answer to the prompt, those of earlier epochs included; the tokens that followed the most recent occurrence
+    are the draft. Whatever they are, verification keeps the sampled distribution the policy's: a draft depends on
+    nothing that is drawn after it.
+
+    Text is indexed when it is first looked up in, so a drafter that is never asked costs a copy of the answers.
+
+    Args:
+        orders (`Sequence[int]`, *optional*, defaults to `(4, 3, 2)`):
+            Lengths of the n-grams, longest first. Shorter ones match more often and are right less often.
+        max_tokens (`int`, *optional*, defaults to `262144`):
+            Tokens kept, over all prompts; the prompts used longest ago are forgotten first. A token takes about 100
+            bytes of memory for each order.
+        max_tokens_per_prompt (`int`, *optional*, defaults to `32768`):
+            Tokens kept for one prompt; beyond them the older half of its answers is forgotten.
+    """
+
+    def __init__(
+        self, orders: Sequence[int] = (4, 3, 2), max_tokens: int = 2**18, max_tokens_per_prompt: int = 2**15
+    ):
+        if not orders or list(orders) != sorted(set(orders), reverse=True) or orders[-1] < 1:
+            raise ValueError(f"orders={tuple(orders)} must fall strictly and be at least 1, such as (4, 3, 2).")
+        self.orders = tuple(orders)
+        self.max_tokens = max_tokens
+        self.max_tokens_per_prompt = max_tokens_per_prompt
+        self.num_tokens = 0
+        self._histories: OrderedDict[tuple[int, ...], _History] = OrderedDict()
+        self._running: dict[str, tuple[_History, _Text]] = {}
+
+    def propose(
+        self, request_id: str, prompt: Sequence[int], answer: Sequence[int], num_draft_tokens: int
+    ) -> list[int]:
+        """
+        Draft tokens that may follow `answer`.
+
+        Args:
+            request_id (`str`):
+                Name of the sample, the same in every call for it.
+            prompt (`Sequence[int]`):
+                Token ids of its prompt.
+            answer (`Sequence[int]`):
+                Token ids sampled so far; between calls it only grows.
+            num_draft_tokens (`int`):
+                Draft tokens at most.
+
+        Returns:
+            `list[int]`: At most `num_draft_tokens` token ids; empty where nothing matches.
+        """
+        if request_id not in self._running:
+            self._running[request_id] = self._add_answer(prompt)
+        history, text = self._running[request_id]
+        self._extend(history, text, self._tail(prompt), answer)
+        for earlier in history.not_indexed:
+            self._index(history, earlier)
+        history.not_indexed.clear()
+        self._index(history, text)
+        tokens = text.tokens
+        for order in self.orders:
+            if order <= len(tokens) and (found := history.index.get(tuple(tokens[-order:]))) is not None:
+                source, position = found
+                return source[position : position + num_draft_tokens]
+        return []
+
+    def remember(self, request_id: str, prompt: Sequence[int], answer: Sequence[int]) -> None:
+        """Keeps a sample that is finished, for the answers to come, and forgets what there is no room for."""
+        history, text = self._running.pop(request_id, None) or self._add_answer(prompt)
+        self._extend(history, text, self._tail(prompt), answer)
+        history.not_indexed.append(text)
+        if self._running:
+            return
+        if history.num_tokens > self.max_tokens_per_prompt:
+            self._halve(history)
+        while self.num_tokens > self.max_tokens:
+            _, forgotten = self._histories.popitem(last=False)
+            self.num_tokens -= forgotten.num_tokens
+
+    def start_rollout(self) -> None:
+        """Forgets about samples that never finished."""
+        self._running.clear()
+
+    def _tail(self, prompt: Sequence[int]) -> list[int]:
+        return list(prompt[-self.orders[0] :])
+
+    def _add_answer(self, prompt: Sequence[int]) -> tuple[_History, _Text]:
+        key = tuple(prompt)
+        if key not in self._histories:
+            history = self._histories[key] = _History()
+            self._add_text(history, list(prompt), indexed=1)
+        self._histories.move_to_end(key)
+        history, tail = self._histories[key], self._tail(prompt)
+        return history, self._add_text(history, tail, indexed=len(tail))
+
+    def _add_text(self, history: _History, tokens: list[int], indexed: int) -> _Text:
+        text = _Text(tokens, indexed)
+        history.texts.append(text)
+        history.not_indexed.append(text)
+        self._count(history, len(tokens))
+        return text
+
+    def _extend(self, history: _History, text: _Text, tail: list[int], answer: Sequence[int]) -> None:
+        new = answer[len(text.tokens) - len(tail) :]
+        text.tokens += new
+        self._count(history, len(new))
+
+    def _index(self, history: _History, text: _Text) -> None:
+        tokens, index = text.tokens, history.index
+        for position in range(text.indexed, len(tokens)):
+            for order in self.orders:
+                if order <= position:
+                    index[tuple(tokens[position - order : position])] = (tokens, position)
+        text.indexed = max(text.indexed, len(tokens))
+
+    def _halve(self, history: _History) -> None:
+        prompt, *answers = history.texts
+        kept = answers[(len(answers) + 1) // 2 :]
+        removed = sum(len(text.tokens) for text in answers) - sum(len(text.tokens) for text in kept)
+        history.texts, history.index = [prompt, *kept], {}
+        for text in history.texts:
+            text.indexed = 1
+        history.not_indexed = list(history.texts)
+        self._count(history, -removed)
+
+    def _count(self, history: _History, num_tokens: int) -> None:
+        history.num_tokens += num_tokens
+        self.num_tokens += num_tokens
