@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from packaging.specifiers import SpecifierSet
 
+from ..drafter.ngram import NgramDrafter
 from . import cpu_backend
 from .read_back import (
     Fingerprint,
@@ -205,17 +206,27 @@ class DeferredDrafter:
         proposer.propose = self.propose
 
     def propose(self, num_speculative_tokens: int, **inputs):
-        if num_speculative_tokens == 0 and inputs["token_indices_to_sample"] is None:
+        if num_speculative_tokens == 0:
             return self._defer(**inputs)
         self.catch_up()
         return self._propose(num_speculative_tokens, **inputs)
 
     def _defer(
-        self, target_token_ids, target_positions, target_hidden_states, next_token_ids, common_attn_metadata, **_
+        self,
+        target_token_ids,
+        target_positions,
+        target_hidden_states,
+        next_token_ids,
+        token_indices_to_sample,
+        common_attn_metadata,
+        **_,
     ):
-        # Position t holds the token after it, as in the proposer's own first pass; the last one was just sampled.
+        # Position t holds the token after it, as in the proposer's own first pass; the last one was just sampled. What
+        # lies behind it was rejected: those keys and values are overwritten when their positions are sampled again.
         input_ids = target_token_ids.roll(-1)
-        input_ids[common_attn_metadata.query_start_loc[1:] - 1] = next_token_ids.to(input_ids.dtype)
+        if token_indices_to_sample is None:
+            token_indices_to_sample = common_attn_metadata.query_start_loc[1:] - 1
+        input_ids[token_indices_to_sample] = next_token_ids.to(input_ids.dtype)
         # The engine reuses its buffers in the next step, so all of them are copied.
         slots = common_attn_metadata.slot_mapping[: len(input_ids)].clone()
         self._inputs.append((input_ids, target_positions.clone(), target_hidden_states.clone(), slots))
@@ -300,6 +311,9 @@ class RolloutEngine:
         self._step_facts: dict[str, Any] = {}
         self._observe_scheduler()
         self._process_tokens_one_by_one()
+        # Draft tokens to look up in earlier text, in place of the drafter's, after the step that is scheduled next.
+        self.num_lookup_tokens = 0
+        self.ngram = NgramDrafter()
         self.schedule: DraftLengthSchedule | None = None
         self._deferred: DeferredDrafter | None = None
         if self.speculative_config is not None:
@@ -308,6 +322,8 @@ class RolloutEngine:
             self._scheduler.dynamic_sd_lookup = self.schedule
             self._deferred = DeferredDrafter(self._proposer) if self._has_one_layer_drafter() else None
             self._proposer._greedy_sample = self._greedy_draft_tokens
+            if self.can_look_up:
+                self._look_up_draft_tokens()
         if self.is_cpu and fast_cpu_sampling:
             cpu_backend.sample_by_inversion(self._require("sampler.topk_topp_sampler", self._runner))
 
@@ -362,6 +378,14 @@ class RolloutEngine:
         return self.device.type == "cpu"
 
     @property
+    def can_look_up(self) -> bool:
+        """
+        Whether draft tokens can be looked up in text: an asynchronous scheduler never has a step's tokens in time, and
+        a drafter of several layers would run in every step all the same.
+        """
+        return self._deferred is not None and not self._worker.vllm_config.scheduler_config.async_scheduling
+
+    @property
     def tensor_parallel_size(self) -> int:
         return self._worker.vllm_config.parallel_config.tensor_parallel_size
 
@@ -407,7 +431,7 @@ class RolloutEngine:
         return {
             "batch_size": len(scheduled),
             "num_verified": len(accepted),
-            "num_proposed": scheduler_output.num_spec_tokens_to_schedule,
+            "num_proposed": scheduler_output.num_spec_tokens_to_schedule + self.num_lookup_tokens,
             "drafts": len(drafts),
             "draft_tokens": sum(len(tokens) for tokens in drafts.values()),
             "drafted_by_position": tuple(drafted),
@@ -418,6 +442,31 @@ class RolloutEngine:
                 num_tokens != 1 + len(drafts.get(request_id, ())) for request_id, num_tokens in scheduled.items()
             ),
         }
+
+    def _look_up_draft_tokens(self) -> None:
+        """
+        Wraps `scheduler.update_draft_token_ids`, by which the draft tokens of a step reach the next one.
+
+        The drafter was asked for none then, which [`DeferredDrafter`] makes free, and each request gets as many as
+        were found for it.
+        """
+        update_draft_token_ids = self._require("update_draft_token_ids", self._scheduler)
+
+        def updated(draft_token_ids):
+            if self.num_lookup_tokens:
+                for row, request_id in enumerate(draft_token_ids.req_ids):
+                    draft_token_ids.draft_token_ids[row] = self._look_up(request_id)
+            update_draft_token_ids(draft_token_ids)
+
+        self._scheduler.update_draft_token_ids = updated
+
+    def _look_up(self, request_id: str) -> list[int]:
+        request = self._scheduler.requests.get(request_id)
+        if request is None or request.is_finished() or request.is_prefill_chunk or request.prompt_token_ids is None:
+            return []
+        return self.ngram.propose(
+            request_id, request.prompt_token_ids, request._output_token_ids, self.num_lookup_tokens
+        )
 
     def _process_tokens_one_by_one(self) -> None:
         """

@@ -1,10 +1,11 @@
 """Steps the engine until every sample is finished, asks the selector before each step, and tells it what happened."""
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ..strategy import Strategy
+from ..strategy import StepLedger, Strategy
 from .engine import EngineStep, RolloutEngine
 
 
@@ -103,20 +104,25 @@ class RolloutLoop:
         self.stats = RolloutStats()
         self.steps_by_strategy: dict[str, int] = {}
         self.disabled: set[str] = set()  # reasons for which speculation is off, whatever the selector says
-        self._chosen: Strategy | None = None
+        self.ledger = StepLedger(selector)
+        # Strategies of the steps that are scheduled and not yet observed: an asynchronous scheduler runs ahead.
+        self._scheduled: deque[Strategy] = deque()
+        self._last: Strategy | None = None
         self._context_tokens = 0
         engine.schedule.choose = self._choose
 
     def _choose(self, batch_size: int) -> int:
         """Called by the engine's scheduler in every step, with the number of requests that this step runs."""
-        if self.disabled:
-            chosen = Strategy.off()
-        else:
-            chosen = self.selector.select(batch_size, self._context_tokens)
-        self._chosen = self.agree(chosen)
-        if not self._chosen.is_off:
-            self.engine.set_probabilistic_drafts(self._chosen.draft_sampling == "probabilistic")
-        return self._chosen.num_draft_tokens
+        chosen = Strategy.off() if self.disabled else self.selector.select(batch_size, self._context_tokens)
+        chosen = self.agree(chosen)
+        self._scheduled.append(chosen)
+        if chosen.method == "ngram":
+            self.engine.num_lookup_tokens = chosen.num_draft_tokens
+            return 0
+        self.engine.num_lookup_tokens = 0
+        if not chosen.is_off:
+            self.engine.set_probabilistic_drafts(chosen.draft_sampling == "probabilistic")
+        return chosen.num_draft_tokens
 
     def run(self) -> list["RequestOutput"]:
         """
@@ -125,30 +131,55 @@ class RolloutLoop:
         """
         if self.learning:
             self.selector.start_rollout()
+        self.engine.ngram.start_rollout()
+        self._scheduled.clear()
+        self._last = None
         finished = []
         while self.engine.has_unfinished_requests():
             outputs, step = self.engine.step()
-            finished += [output for output in outputs if output.finished]
+            for output in outputs:
+                if output.finished:
+                    finished.append(output)
+                    self._remember(output)
             if step is not None:
                 self._observe(step)
         return sorted(finished, key=lambda output: int(output.request_id))
 
+    def _remember(self, output: "RequestOutput") -> None:
+        """Gives the answer to the n-gram drafter, for the samples of the same prompt that still run or will."""
+        if any(strategy.method == "ngram" for strategy in self.selector.strategies) and output.prompt_token_ids:
+            for completion in output.outputs:
+                self.engine.ngram.remember(output.request_id, output.prompt_token_ids, list(completion.token_ids))
+
     def _observe(self, step: EngineStep) -> None:
         self.stats.add_step(step)
-        strategy = self._chosen
+        strategy, last = self._scheduled.popleft(), self._last
+        self._last = strategy
         self.steps_by_strategy[str(strategy)] = self.steps_by_strategy.get(str(strategy), 0) + 1
         self._context_tokens = step.context_tokens
         # The tokens of a step come from the drafts of the one before: where the two strategies differ, its seconds and
-        # its tokens belong to different choices, and a selector that learnt from it would be misled.
-        if self.learning and not self.disabled and step.is_steady:
+        # its tokens belong to different choices, and a selector that learnt from it would be misled. So it would by a
+        # drafter cut short at the end of the context; a lookup finds as many tokens as it finds.
+        whole = strategy.method == "ngram" or step.num_verified == strategy.num_draft_tokens
+        steady = strategy == last and whole and not step.has_prefill
+        self.ledger.add(
+            strategy, step.batch_size, step.emitted_tokens, step.seconds, step.context_tokens, steady
+        )
+        if self.learning and not self.disabled and steady:
+            missing = strategy.num_draft_tokens - step.num_verified
             self.selector.update(
                 strategy,
                 step.batch_size,
                 step.emitted_tokens,
                 step.seconds,
                 context_tokens=step.context_tokens,
-                accepted_by_position=step.accepted_by_position,
+                accepted_by_position=step.accepted_by_position + (0,) * missing,
             )
+
+    def pop_ledger(self) -> StepLedger:
+        """Returns the ledger of the steps since the last call and starts a new one."""
+        ledger, self.ledger = self.ledger, StepLedger(self.selector)
+        return ledger
 
     def pop_stats(self) -> RolloutStats:
         """Returns the statistics since the last call and starts new ones."""

@@ -120,10 +120,10 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
         The choice of the first rank of the tensor-parallel group, whose timings alone decide: each rank measures its
         own, and ranks that chose differently would wait for each other for ever.
         """
-        number = torch.tensor([strategy.num_draft_tokens], device=self.accelerator.device)
-        torch.distributed.broadcast(number, group=self.tp_group, group_src=0)
-        num_draft_tokens = int(number.item())
-        return Strategy("eagle3", num_draft_tokens, self.args.draft_sampling) if num_draft_tokens else Strategy.off()
+        strategies = self.rollout_loop.selector.strategies
+        index = torch.tensor([strategies.index(strategy)], device=self.accelerator.device)
+        torch.distributed.broadcast(index, group=self.tp_group, group_src=0)
+        return strategies[int(index.item())]
 
     def _build_llm(self, llm_class, drafter_dir: str, **trl_kwargs):
         """TRL's engine with a drafter; `vllm_engine_kwargs` have the last word."""

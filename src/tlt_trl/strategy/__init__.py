@@ -9,6 +9,7 @@ from .auto import AutoSelector
 from .beg_mab import BEGMAB
 from .cost_model import CostModel, CostModelSelector
 from .fixed import FixedSelector
+from .ledger import StepLedger, describe, ledger_metrics
 from .selector import Selector
 from .strategy import Strategy, bucket_edges, bucket_index, check_strategies
 
@@ -20,9 +21,12 @@ __all__ = [
     "CostModelSelector",
     "FixedSelector",
     "Selector",
+    "StepLedger",
     "Strategy",
     "bucket_edges",
     "bucket_index",
+    "describe",
+    "ledger_metrics",
     "make_selector",
 ]
 

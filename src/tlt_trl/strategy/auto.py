@@ -144,6 +144,10 @@ class AutoSelector(Selector):
             row["value_tokens_per_s"] = float(values[arm])
         return sorted(rows, key=lambda row: -row["value_tokens_per_s"])
 
+    def expected_tokens_per_s(self, batch_size: int, context_tokens: float = 0) -> list[float | None]:
+        rates = self.model.tokens_per_s(batch_size, context_tokens)
+        return (rates * self._correction[self._bucket(batch_size)]).tolist()
+
     def exploration(self) -> dict[str, float]:
         """What exploration has cost so far: `lost_s`, of `elapsed_s`, and the price of a first use."""
         return {"lost_s": self._lost_s, "elapsed_s": self._elapsed_s, "first_use_s": self.first_use.price_s()}

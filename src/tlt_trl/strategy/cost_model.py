@@ -146,6 +146,9 @@ class CostModelSelector(Selector):
         """The numbers behind the choice, one row per arm, best first."""
         return sorted(self.model.explain(batch_size, context_tokens), key=lambda row: -row["predicted_tokens_per_s"])
 
+    def expected_tokens_per_s(self, batch_size: int, context_tokens: float = 0) -> list[float | None]:
+        return self.model.tokens_per_s(batch_size, context_tokens).tolist()
+
     def start_rollout(self) -> None:
         super().start_rollout()
         self._probe_due = True

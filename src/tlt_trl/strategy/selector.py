@@ -144,6 +144,10 @@ class Selector:
         """Called once at the beginning of each rollout: policy and drafter have moved, what was learned is older."""
         self._held = [-1, 0, 0]
 
+    def expected_tokens_per_s(self, batch_size: int, context_tokens: float = 0) -> list[float | None]:
+        """What every strategy is expected to emit at a batch size, `None` where this selector has no opinion."""
+        return self._predicted_tokens_per_s(self._bucket(batch_size))
+
     def summary(self) -> list[dict]:
         """
         One row per bucket and strategy. `tokens_per_s` is measured over all visits, first uses included;

@@ -1,0 +1,140 @@
+"""What speculation paid in a rollout: the steps by batch size and strategy, priced with the selector's rates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .selector import Selector
+from .strategy import Strategy, bucket_edges, bucket_index
+
+
+# What is priced, in this order behind the steps of each strategy: seconds that the tokens of the priced steps took,
+# would have been predicted to take, would have taken without speculation, and with the best strategy at each batch.
+PRICED = ("measured_s", "predicted_s", "off_s", "best_s")
+
+
+class StepLedger:
+    """
+    Counts the steps of a rollout and says afterwards what they were worth.
+
+    Only steady steps are priced, those that verified what the same strategy proposed, since in the others tokens and
+    seconds belong to different strategies.
+
+    Args:
+        selector ([`Selector`]):
+            Whose strategies are counted and whose expected rates they are priced with.
+    """
+
+    def __init__(self, selector: Selector) -> None:
+        self.selector = selector
+        self._arm_of = {strategy: arm for arm, strategy in enumerate(selector.strategies)}
+        self._steps = [0] * len(selector.strategies)
+        # (arm, batch size) -> [steps, tokens, seconds, context tokens], sums over steady steps
+        self._cells: dict[tuple[int, int], list[float]] = {}
+
+    def add(
+        self, strategy: Strategy, batch_size: int, tokens: int, seconds: float, context_tokens: int, steady: bool
+    ) -> None:
+        """Takes note of one engine step."""
+        arm = self._arm_of[strategy]
+        self._steps[arm] += 1
+        if steady:
+            cell = self._cells.setdefault((arm, batch_size), [0, 0, 0.0, 0])
+            for position, value in enumerate((1, tokens, seconds, context_tokens)):
+                cell[position] += value
+
+    def sums(self) -> list[float]:
+        """
+        Steps of every strategy, then [`PRICED`]; adds up across ranks.
+
+        Where the selector has no opinion about the strategy played or about "off", a step is not priced.
+        """
+        measured = predicted = off = best = 0.0
+        off_arm = self._arm_of.get(Strategy.off())
+        for (arm, batch_size), (steps, tokens, seconds, context_tokens) in self._cells.items():
+            rates = self.selector.expected_tokens_per_s(batch_size, context_tokens / steps)
+            if off_arm is None or rates[arm] is None or rates[off_arm] is None:
+                continue
+            measured += seconds
+            predicted += tokens / rates[arm]
+            off += tokens / rates[off_arm]
+            best += tokens / max(rate for rate in rates if rate is not None)
+        return [*map(float, self._steps), measured, predicted, off, best]
+
+    def choices(self) -> list[tuple[int, int, Strategy]]:
+        """
+        What was played most in each range of batch sizes.
+
+        Returns:
+            `list[tuple[int, int, Strategy]]`: Smallest and largest batch size and the strategy, smallest first;
+            neighbouring buckets with the same strategy are one range.
+        """
+        edges = bucket_edges(max((batch for _, batch in self._cells), default=1))
+        steps: dict[int, dict[int, int]] = {}
+        for (arm, batch_size), cell in self._cells.items():
+            by_arm = steps.setdefault(bucket_index(edges, batch_size), {})
+            by_arm[arm] = by_arm.get(arm, 0) + int(cell[0])
+        ranges: list[tuple[int, int, Strategy]] = []
+        for bucket in sorted(steps):
+            strategy = self.selector.strategies[max(steps[bucket], key=steps[bucket].__getitem__)]
+            low = edges[bucket - 1] + 1 if bucket else 1
+            if ranges and ranges[-1][2] == strategy:
+                low = ranges.pop()[0]
+            ranges.append((low, edges[bucket], strategy))
+        return ranges
+
+
+def ledger_metrics(strategies: Sequence[Strategy], sums: Sequence[float]) -> dict[str, float]:
+    """
+    Metrics from the sum over ranks of [`StepLedger.sums`].
+
+    Args:
+        strategies (`Sequence[Strategy]`):
+            The selector's strategies.
+        sums (`Sequence[float]`):
+            Of length `len(strategies) + len(PRICED)`.
+
+    Returns:
+        `dict[str, float]`: Share of the steps of every strategy that was played; where steps could be priced, the
+        speed-up over "off" as predicted and as measured, and the share of the time that a better strategy would have
+        saved (`regret`, an estimate with the selector's own rates).
+    """
+    steps, priced = sums[: len(strategies)], dict(zip(PRICED, sums[len(strategies) :], strict=True))
+    total = sum(steps)
+    metrics = {
+        f"tlt/strategy/{str(strategy).replace(' ', '_')}": count / total
+        for strategy, count in zip(strategies, steps, strict=True)
+        if count
+    }
+    if priced["measured_s"]:
+        metrics["tlt/speculation/predicted_speedup"] = priced["off_s"] / priced["predicted_s"]
+        metrics["tlt/speculation/measured_speedup"] = priced["off_s"] / priced["measured_s"]
+        metrics["tlt/speculation/regret"] = 1.0 - priced["best_s"] / priced["predicted_s"]
+    return metrics
+
+
+def describe(metrics: dict[str, float], choices: Sequence[tuple[int, int, Strategy]]) -> str:
+    """
+    One line on what speculation did.
+
+    ```python
+    >>> describe(
+    ...     {"tlt/speculation/predicted_speedup": 1.62, "tlt/speculation/measured_speedup": 1.55},
+    ...     [(1, 4, Strategy("eagle3", 3)), (5, 16, Strategy.off())],
+    ... )
+    'speculation: paying 1.62x (measured 1.55x), 3 draft tokens at batch 1-4, off at batch 5-16'
+    ```
+    """
+    parts = [f"{_name(strategy)} at batch {low if low == high else f'{low}-{high}'}" for low, high, strategy in choices]
+    if "tlt/speculation/predicted_speedup" in metrics:
+        predicted, measured = (metrics[f"tlt/speculation/{name}_speedup"] for name in ("predicted", "measured"))
+        parts.insert(0, f"paying {predicted:.2f}x (measured {measured:.2f}x)")
+    return "speculation: " + (", ".join(parts) if parts else "no steady step")
+
+
+def _name(strategy: Strategy) -> str:
+    if strategy.is_off:
+        return "off"
+    kind = {"eagle3": "draft", "ngram": "n-gram"}[strategy.method]
+    sampled = " sampled" if strategy.draft_sampling == "probabilistic" else ""
+    return f"{strategy.num_draft_tokens}{sampled} {kind} token{'s' if strategy.num_draft_tokens > 1 else ''}"
