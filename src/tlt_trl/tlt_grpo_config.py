@@ -3,10 +3,12 @@ from typing import Any
 
 from trl import GRPOConfig
 
+from .strategy.strategy import check_edges
+
 
 ON_INEXACT = ("error", "disable")
 SELECTORS = ("fixed", "beg_mab", "cost_model", "auto")
-DRAFT_SAMPLINGS = ("greedy", "probabilistic")
+DRAFT_SAMPLINGS = ("greedy", "probabilistic", "adaptive")
 
 
 @dataclass
@@ -30,11 +32,18 @@ class TLTGRPOConfig(GRPOConfig):
             Number of draft tokens per step with `speculation_selector="fixed"`.
         draft_token_choices (`list[int]`, *optional*, defaults to `[1, 2, 3, 5]`):
             Numbers of draft tokens that the adaptive selectors choose from.
+        ngram_draft_token_choices (`list[int]`, *optional*, defaults to `[4]`):
+            Numbers of draft tokens that the adaptive selectors may look up in earlier answers to the same prompt, in
+            place of the drafter's. An empty list leaves the lookup out.
+        speculation_bucket_edges (`list[int]`, *optional*):
+            Largest batch size of each bucket of the adaptive selectors, strictly increasing. Defaults to powers of two
+            up to the engine's `max_num_seqs`.
         speculation_activation_threshold (`int`, *optional*):
             With `speculation_selector="fixed"`: largest number of running requests at which speculation is on. `None`
             keeps it on always.
         draft_sampling (`str`, *optional*, defaults to `"greedy"`):
-            How the drafter picks its tokens, `"greedy"` or `"probabilistic"`. Both are lossless.
+            How the drafter picks its tokens: `"greedy"`, `"probabilistic"`, or `"adaptive"`, which makes every number
+            of draft tokens two choices of an adaptive selector. All are lossless.
         vllm_engine_kwargs (`dict[str, Any]`, *optional*):
             Further keyword arguments for `vllm.LLM`, such as `{"compilation_config": {...}}`.
         verify_weight_sync (`bool`, *optional*, defaults to `True`):
@@ -95,6 +104,22 @@ class TLTGRPOConfig(GRPOConfig):
             "buffers; each further choice costs some exploration."
         },
     )
+    ngram_draft_token_choices: list[int] = field(
+        default_factory=lambda: [4],
+        metadata={
+            "help": "Numbers of draft tokens that the adaptive selectors may look up in earlier answers to the same "
+            "prompt. Pays where answers repeat themselves or each other and while no drafter is trained; each choice "
+            "costs some exploration. Needs synchronous scheduling: with vLLM's asynchronous scheduler they are left "
+            "out, and the log says so."
+        },
+    )
+    speculation_bucket_edges: list[int] | None = field(
+        default=None,
+        metadata={
+            "help": "Largest batch size of each bucket of the adaptive selectors. Finer buckets fit better and learn "
+            "from fewer steps each. Defaults to powers of two up to the engine's `max_num_seqs`."
+        },
+    )
     speculation_activation_threshold: int | None = field(
         default=None,
         metadata={
@@ -107,7 +132,8 @@ class TLTGRPOConfig(GRPOConfig):
         metadata={
             "help": "How the drafter picks its tokens. `greedy` accepts with the policy's probability of the "
             "drafter's best token, `probabilistic` with one minus the total variation between the two distributions, "
-            "at the cost of a softmax over the vocabulary per draft token. Both are lossless."
+            "at the cost of a softmax over the vocabulary per draft token; `adaptive` lets the selector find out, with "
+            "twice as many choices to explore. All are lossless."
         },
     )
     vllm_engine_kwargs: dict[str, Any] | str | None = field(
@@ -214,6 +240,17 @@ class TLTGRPOConfig(GRPOConfig):
             )
         for choice in self.draft_token_choices:
             self._check_range("draft_token_choices", choice, 1, 16)
+        if len(set(self.ngram_draft_token_choices)) != len(self.ngram_draft_token_choices):
+            raise ValueError(f"`ngram_draft_token_choices` repeats a number: {self.ngram_draft_token_choices}.")
+        for choice in self.ngram_draft_token_choices:
+            self._check_range("ngram_draft_token_choices", choice, 1, 16)
+        if self.speculation_bucket_edges is not None:
+            check_edges(self.speculation_bucket_edges)
+        if self.draft_sampling == "adaptive" and self.speculation_selector == "fixed":
+            raise ValueError(
+                "`draft_sampling='adaptive'` needs a selector that chooses: set `speculation_selector='auto'`, or name "
+                "'greedy' or 'probabilistic'."
+            )
         if self.speculation_activation_threshold is not None:
             self._check_range("speculation_activation_threshold", self.speculation_activation_threshold, 0, None)
         self._check_range("drafter_time_budget", self.drafter_time_budget, 0.0, 0.9)
@@ -245,7 +282,9 @@ class TLTGRPOConfig(GRPOConfig):
     @property
     def max_num_draft_tokens(self) -> int:
         """Largest number of draft tokens that any strategy of this run proposes."""
-        return self.num_draft_tokens if self.speculation_selector == "fixed" else max(self.draft_token_choices)
+        if self.speculation_selector == "fixed":
+            return self.num_draft_tokens
+        return max(*self.draft_token_choices, *self.ngram_draft_token_choices)
 
     @classmethod
     def from_grpo_config(cls, config: GRPOConfig) -> "TLTGRPOConfig":

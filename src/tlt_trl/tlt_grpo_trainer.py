@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 from accelerate.utils import is_peft_model
+from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOConfig, GRPOTrainer
@@ -24,7 +25,7 @@ from .generation.speculative_generation import SpeculativeVLLMGeneration
 from .idle.averaging import average_by_tokens
 from .idle.spot_training import train_until_all_finished
 from .idle.straggler_wait import StragglerWait
-from .strategy import Strategy, make_selector
+from .strategy import Strategy, describe, ledger_metrics, make_selector
 from .telemetry.metrics import rollout_metrics, rollout_sums
 from .tlt_grpo_config import TLTGRPOConfig
 
@@ -194,15 +195,29 @@ class TLTGRPOTrainer(GRPOTrainer):
         counts = count_tokens(self._text_dataset, self._tokenizer, vocab_size)
         return most_frequent_token_ids(counts, size, always=self._tokenizer.all_special_ids)
 
-    def _make_selector(self, max_batch_size: int):
+    def _make_selector(self, max_batch_size: int, can_look_up: bool):
         args = self.args
         if args.speculation_selector == "fixed":
             strategies = [Strategy("eagle3", args.num_draft_tokens, args.draft_sampling)]
             options = {"activation_threshold": args.speculation_activation_threshold}
-        else:
-            strategies = [Strategy("eagle3", choice, args.draft_sampling) for choice in args.draft_token_choices]
-            options = {}
-        return make_selector(args.speculation_selector, strategies, max_batch_size, seed=args.seed, **options)
+            return make_selector("fixed", strategies, max_batch_size, seed=args.seed, **options)
+        samplings = ("greedy", "probabilistic") if args.draft_sampling == "adaptive" else (args.draft_sampling,)
+        strategies = [Strategy("eagle3", choice, how) for how in samplings for choice in args.draft_token_choices]
+        if can_look_up:
+            strategies += [Strategy("ngram", choice) for choice in args.ngram_draft_token_choices]
+        elif args.ngram_draft_token_choices:
+            logger.warning(
+                "The engine schedules asynchronously, so no draft tokens are looked up in earlier answers. "
+                "`vllm_engine_kwargs={'async_scheduling': False}` makes it possible; "
+                "`ngram_draft_token_choices=[]` says that they are not wanted."
+            )
+        return make_selector(
+            args.speculation_selector,
+            strategies,
+            max_batch_size,
+            seed=args.seed,
+            bucket_edges=args.speculation_bucket_edges,
+        )
 
     def _init_drafter_training(self) -> None:
         args = self.args
@@ -325,6 +340,13 @@ class TLTGRPOTrainer(GRPOTrainer):
         if mode == "train":
             generation.observe_rollout(metrics["tlt/acceptance_length"], metrics["tlt/draft_tokens/proposed"])
             metrics |= generation.alarms.metrics()
+        ledger = generation.rollout_loop.pop_ledger()
+        sums = torch.tensor(ledger.sums(), device=self.accelerator.device)
+        strategies = generation.rollout_loop.selector.strategies
+        metrics |= ledger_metrics(strategies, self.accelerator.reduce(sums, reduction="sum").tolist())
+        if mode == "train" and self.accelerator.is_main_process:
+            say = logger.info if self.args.disable_tqdm else tqdm.write
+            say(describe(metrics, ledger.choices()))
         for name, value in metrics.items():
             self._metrics[mode][name].append(value)
 

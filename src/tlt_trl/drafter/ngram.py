@@ -49,9 +49,7 @@ class NgramDrafter:
             Tokens kept for one prompt; beyond them the older half of its answers is forgotten.
     """
 
-    def __init__(
-        self, orders: Sequence[int] = (4, 3, 2), max_tokens: int = 2**18, max_tokens_per_prompt: int = 2**15
-    ):
+    def __init__(self, orders: Sequence[int] = (4, 3, 2), max_tokens: int = 2**18, max_tokens_per_prompt: int = 2**15):
         if not orders or list(orders) != sorted(set(orders), reverse=True) or orders[-1] < 1:
             raise ValueError(f"orders={tuple(orders)} must fall strictly and be at least 1, such as (4, 3, 2).")
         self.orders = tuple(orders)

@@ -88,11 +88,6 @@ class EngineStep:
     has_prefill: bool
     seconds: float
 
-    @property
-    def is_steady(self) -> bool:
-        """Whether this step drafted as many tokens per request as it verified, without prefill."""
-        return not self.has_prefill and self.num_verified == self.num_proposed
-
 
 class DraftLengthSchedule:
     """

@@ -162,9 +162,7 @@ class RolloutLoop:
         # drafter cut short at the end of the context; a lookup finds as many tokens as it finds.
         whole = strategy.method == "ngram" or step.num_verified == strategy.num_draft_tokens
         steady = strategy == last and whole and not step.has_prefill
-        self.ledger.add(
-            strategy, step.batch_size, step.emitted_tokens, step.seconds, step.context_tokens, steady
-        )
+        self.ledger.add(strategy, step.batch_size, step.emitted_tokens, step.seconds, step.context_tokens, steady)
         if self.learning and not self.disabled and steady:
             missing = strategy.num_draft_tokens - step.num_verified
             self.selector.update(

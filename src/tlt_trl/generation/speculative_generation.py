@@ -53,8 +53,9 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
             Configuration of the trainer.
         build_drafter (`Callable[[PreTrainedModel], Drafter]`):
             Makes the drafter for the policy. Called once, before the engine is built.
-        make_selector (`Callable[[int], Selector]`):
-            Makes the strategy selector for a largest batch size.
+        make_selector (`Callable[[int, bool], Selector]`):
+            Makes the strategy selector for a largest batch size; the second argument says whether the engine can
+            look draft tokens up.
         **kwargs:
             Arguments of [`~trl.generation.vllm_generation.VLLMGeneration`].
     """
@@ -64,7 +65,7 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
         *,
         args: "TLTGRPOConfig",
         build_drafter: "Callable[[PreTrainedModel], Drafter]",
-        make_selector: Callable[[int], object],
+        make_selector: Callable[[int, bool], object],
         **kwargs,
     ):
         self.args = args
@@ -109,7 +110,9 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
             finally:
                 vllm_generation.LLM = original_llm
         self.engine = RolloutEngine(self.llm)
-        self.rollout_loop = RolloutLoop(self.engine, self._make_selector(self.engine.max_num_seqs))
+        self.rollout_loop = RolloutLoop(
+            self.engine, self._make_selector(self.engine.max_num_seqs, self.engine.can_look_up)
+        )
         self.llm.rollout_loop = self.rollout_loop
         if self.tensor_parallel_size > 1:
             self.rollout_loop.agree = self._strategy_of_leader
@@ -211,7 +214,8 @@ def speculative_config(drafter: str, max_draft_tokens: int, max_num_seqs: int, d
         "num_speculative_tokens": max_draft_tokens,
         # Any table makes the scheduler ask for a length in every step; RolloutEngine puts itself in its place.
         "num_speculative_tokens_per_batch_size": [(1, max_num_seqs, max_draft_tokens)],
-        "draft_sample_method": draft_sampling,
+        # Reserves memory for the drafter's probabilities; each strategy then says whether they are used.
+        "draft_sample_method": "greedy" if draft_sampling == "greedy" else "probabilistic",
     }
 
 

@@ -125,7 +125,9 @@ def describe(metrics: dict[str, float], choices: Sequence[tuple[int, int, Strate
     'speculation: paying 1.62x (measured 1.55x), 3 draft tokens at batch 1-4, off at batch 5-16'
     ```
     """
-    parts = [f"{_name(strategy)} at batch {low if low == high else f'{low}-{high}'}" for low, high, strategy in choices]
+    parts = [
+        f"{_name(strategy)} at batch {low if low == high else f'{low}-{high}'}" for low, high, strategy in choices
+    ]
     if "tlt/speculation/predicted_speedup" in metrics:
         predicted, measured = (metrics[f"tlt/speculation/{name}_speedup"] for name in ("predicted", "measured"))
         parts.insert(0, f"paying {predicted:.2f}x (measured {measured:.2f}x)")
