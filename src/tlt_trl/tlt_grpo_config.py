@@ -132,8 +132,8 @@ class TLTGRPOConfig(GRPOConfig):
         metadata={
             "help": "How the drafter picks its tokens. `greedy` accepts with the policy's probability of the "
             "drafter's best token, `probabilistic` with one minus the total variation between the two distributions, "
-            "at the cost of a softmax over the vocabulary per draft token; `adaptive` lets the selector find out, with "
-            "twice as many choices to explore. All are lossless."
+            "at the cost of a softmax over the vocabulary per draft token; `adaptive` lets the selector find out, "
+            "with twice as many choices to explore. All are lossless."
         },
     )
     vllm_engine_kwargs: dict[str, Any] | str | None = field(
@@ -248,8 +248,8 @@ class TLTGRPOConfig(GRPOConfig):
             check_edges(self.speculation_bucket_edges)
         if self.draft_sampling == "adaptive" and self.speculation_selector == "fixed":
             raise ValueError(
-                "`draft_sampling='adaptive'` needs a selector that chooses: set `speculation_selector='auto'`, or name "
-                "'greedy' or 'probabilistic'."
+                "`draft_sampling='adaptive'` needs a selector that chooses: set `speculation_selector='auto'`, or "
+                "name 'greedy' or 'probabilistic'."
             )
         if self.speculation_activation_threshold is not None:
             self._check_range("speculation_activation_threshold", self.speculation_activation_threshold, 0, None)

@@ -25,7 +25,7 @@ from .generation.speculative_generation import SpeculativeVLLMGeneration
 from .idle.averaging import average_by_tokens
 from .idle.spot_training import train_until_all_finished
 from .idle.straggler_wait import StragglerWait
-from .strategy import Strategy, describe, ledger_metrics, make_selector
+from .strategy import Strategy, bucket_edges, describe, ledger_metrics, make_selector
 from .telemetry.metrics import rollout_metrics, rollout_sums
 from .tlt_grpo_config import TLTGRPOConfig
 
@@ -211,13 +211,10 @@ class TLTGRPOTrainer(GRPOTrainer):
                 "`vllm_engine_kwargs={'async_scheduling': False}` makes it possible; "
                 "`ngram_draft_token_choices=[]` says that they are not wanted."
             )
-        return make_selector(
-            args.speculation_selector,
-            strategies,
-            max_batch_size,
-            seed=args.seed,
-            bucket_edges=args.speculation_bucket_edges,
-        )
+        edges = bucket_edges(max_batch_size)
+        if args.speculation_bucket_edges is not None:
+            edges = [edge for edge in args.speculation_bucket_edges if edge < max_batch_size] + [max_batch_size]
+        return make_selector(args.speculation_selector, strategies, max_batch_size, seed=args.seed, bucket_edges=edges)
 
     def _init_drafter_training(self) -> None:
         args = self.args

@@ -30,6 +30,8 @@ class ScriptedEngine:
         self.schedule = DraftLengthSchedule(5)
         self.steps, self.finished_at, self.now = steps, finished_at, 0
         self.asked, self.probabilistic = [], []
+        self.num_lookup_tokens, self.looked_up = 0, []
+        self.ngram = RecordingNgramDrafter()
 
     def has_unfinished_requests(self):
         return self.now < len(self.steps)
@@ -39,8 +41,14 @@ class ScriptedEngine:
 
     def step(self):
         self.asked.append(self.schedule[self.steps[self.now].batch_size])
+        self.looked_up.append(self.num_lookup_tokens)
         outputs = [
-            SimpleNamespace(request_id=request, finished=True)
+            SimpleNamespace(
+                request_id=request,
+                finished=True,
+                prompt_token_ids=[1, 2],
+                outputs=[SimpleNamespace(token_ids=(7, int(request)))],
+            )
             for request, when in self.finished_at.items()
             if when == self.now
         ]
@@ -48,7 +56,26 @@ class ScriptedEngine:
         return outputs, self.steps[self.now - 1]
 
 
+class RecordingNgramDrafter:
+    def __init__(self):
+        self.rollouts, self.remembered = 0, []
+
+    def start_rollout(self):
+        self.rollouts += 1
+
+    def remember(self, request_id, prompt, answer):
+        self.remembered.append((request_id, prompt, answer))
+
+
 class RecordingSelector:
+    strategies = [
+        Strategy.off(),
+        Strategy("eagle3", 1, "probabilistic"),
+        Strategy("eagle3", 2),
+        Strategy("eagle3", 3),
+        Strategy("ngram", 3),
+    ]
+
     def __init__(self, choose):
         self.choose, self.updates, self.rollouts, self.selects = choose, [], 0, []
 
@@ -125,3 +152,46 @@ def test_length_outside_the_engine_is_an_error(asked):
     schedule.choose = lambda batch_size: asked
     with pytest.raises(ValueError, match="0 to 5"):
         schedule[3]
+
+
+def test_lookup_asks_the_drafter_for_nothing_and_learns_from_what_was_found():
+    def choose(batch_size):
+        return Strategy("ngram", 3) if batch_size == 2 else Strategy("eagle3", 2)
+
+    steps = [step(2, 0, 3, prefill=True), step(2, 2, 3, (2, 1)), step(2, 0, 3), step(1, 2, 2, (1, 0))]
+    loop, _ = run(steps, choose=choose)
+    assert loop.engine.asked == [0, 0, 0, 2]
+    assert loop.engine.looked_up == [3, 3, 3, 0]
+    # Fewer tokens than asked for were found, or none at all: that is what the strategy is worth.
+    assert loop.selector.updates == [
+        ("ngram x3", 2, 5, 0.01, 200, (2, 1, 0)),
+        ("ngram x3", 2, 2, 0.01, 200, (0, 0, 0)),
+    ]
+
+
+def test_finished_answers_reach_the_lookup():
+    loop, _ = run([step(2, 0, 2, prefill=True), step(2, 2, 2, (1, 0))], {"10": 0, "9": 1})
+    assert loop.engine.ngram.rollouts == 1
+    assert loop.engine.ngram.remembered == [("10", [1, 2], [7, 10]), ("9", [1, 2], [7, 9])]
+
+
+def test_a_draft_cut_short_teaches_nothing():
+    loop, _ = run([step(1, 0, 2, prefill=True), step(1, 1, 2, (1,))])
+    assert loop.selector.updates == []
+
+
+def test_strategies_of_an_asynchronous_scheduler_belong_to_their_steps():
+    steps = [step(2, 0, 2, prefill=True), step(2, 2, 2, (1, 0)), step(2, 2, 0, (1, 1)), step(2, 0, 0)]
+    choices = iter([Strategy("eagle3", 2), Strategy("eagle3", 2), Strategy.off(), Strategy.off(), Strategy.off()])
+    engine = ScriptedEngine(steps, {"0": 3})
+    loop = RolloutLoop(engine, RecordingSelector(lambda batch_size: next(choices)))
+    play = engine.step
+
+    def ahead():  # schedules a step before it hands out the one before
+        if engine.now == 0:
+            engine.schedule[2]
+        return play()
+
+    engine.step = ahead
+    loop.run()
+    assert [update[0] for update in loop.selector.updates] == ["eagle3 x2", "off"]
