@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 IOMP := $(wildcard $(VENV)/lib/libiomp5.so)
 RUN = $(if $(IOMP),LD_PRELOAD=$(abspath $(IOMP)) )TOKENIZERS_PARALLELISM=false $(BIN)/python
 
-.PHONY: help setup demo test lint bench clean
+.PHONY: help setup demo test lint bench bench-strategies clean
 
 help:
 	@echo "make setup   virtual environment in $(VENV): vLLM for CUDA where there is a device, else for CPU"
@@ -18,6 +18,7 @@ help:
 	@echo "make test    the whole test suite, with the real engine"
 	@echo "make lint    ruff"
 	@echo "make bench   selector overhead and simulated regret"
+	@echo "make bench-strategies   adaptive speculation against every fixed strategy, on the real engine"
 	@echo "make clean   remove runs and caches of the tools, not the environment"
 
 setup: $(STAMP)
@@ -37,6 +38,10 @@ test: $(STAMP)
 bench: $(STAMP)
 	@$(MAKE) --no-print-directory run ARGS="benchmarks/selector_overhead.py"
 	@$(MAKE) --no-print-directory run ARGS="-m tlt_trl.strategy.simulator"
+
+bench-strategies: $(STAMP)
+	@$(MAKE) --no-print-directory run ARGS="benchmarks/strategies.py --output runs/bench_strategies"
+	@$(MAKE) --no-print-directory run ARGS="-m tlt_trl.cli bench strategies --json --output runs/bench_strategies/raw.json"
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .

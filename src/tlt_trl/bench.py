@@ -70,6 +70,47 @@ def compare_rollouts(
     return results
 
 
+def strategy_table(results: dict[str, list[TimedRollout]], plain: str, adaptive: str) -> dict:
+    """
+    An adaptive engine beside a plain one and beside every fixed strategy.
+
+    Args:
+        results (`dict[str, list[TimedRollout]]`):
+            What [`compare_rollouts`] returned.
+        plain (`str`), adaptive (`str`):
+            Names of the plain engine and of the adaptive one; all others are fixed strategies.
+
+    Returns:
+        `dict`: `rows`, one for each name with its median tokens per second and its speed-up over the plain engine;
+        `best_fixed`, the fixed strategy with the highest speed-up; and `adaptive_over_best_fixed`,
+        `adaptive_over_plain`, and `adaptive_over_fixed` by name, medians over rounds of the ratio in the same round.
+    """
+    rows = [
+        {
+            "name": name,
+            "tokens_per_s": round(statistics.median(r.tokens_per_s for r in rollouts), 1),
+            "speedup": round(speedup(results, name, plain), 3),
+        }
+        for name, rollouts in results.items()
+    ]
+    fixed = [row for row in rows if row["name"] not in (plain, adaptive)]
+    best = max(fixed, key=lambda row: row["speedup"])["name"]
+    return {
+        "rows": rows,
+        "best_fixed": best,
+        "adaptive_over_best_fixed": round(speedup(results, adaptive, best), 3),
+        "adaptive_over_plain": round(speedup(results, adaptive, plain), 3),
+        "adaptive_over_fixed": {row["name"]: round(speedup(results, adaptive, row["name"]), 3) for row in fixed},
+    }
+
+
+def format_table(table: dict) -> str:
+    """The rows of [`strategy_table`] as Markdown."""
+    lines = ["| strategy | tokens/s | speed-up over plain |", "|---|---|---|"]
+    lines += [f"| {row['name']} | {row['tokens_per_s']:.1f} | {row['speedup']:.2f} |" for row in table["rows"]]
+    return "\n".join(lines)
+
+
 def speedup(results: dict[str, list[TimedRollout]], name: str, baseline: str) -> float:
     """Median over rounds of the ratio of tokens per second; sampled lengths differ, so seconds alone would not do."""
     pairs = zip(results[name], results[baseline], strict=True)

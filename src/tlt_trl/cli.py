@@ -153,6 +153,103 @@ def _add_bench(commands) -> None:
     parser.add_argument("--output", type=Path, help="raw figures of every rollout (JSON)")
     parser.set_defaults(run=run_bench_rollout)
 
+    parser = what.add_parser(
+        "strategies", help="adaptive speculation against every fixed strategy and a plain engine, by turns"
+    )
+    parser.add_argument(
+        "--cases",
+        type=Path,
+        default=Path("runs/bench_strategies/cases.json"),
+        help="JSON list of {name, model, drafter, prompts, max_completion_length}; `make bench-strategies` makes the "
+        "standard one in a clone",
+    )
+    parser.add_argument("--selector", default="auto", choices=["beg_mab", "cost_model", "auto"])
+    parser.add_argument("--draft_tokens", type=int, nargs="+", default=[1, 2, 3, 5], help="of the drafter")
+    parser.add_argument("--ngram_draft_tokens", type=int, nargs="*", default=[4], help="of the lookup in earlier text")
+    parser.add_argument("--max_num_seqs", type=int, default=8, help="running requests at most")
+    parser.add_argument("--rounds", type=int, default=5, help="rollouts of each engine that count")
+    parser.add_argument("--warmup_rounds", type=int, default=2, help="rollouts before them that do not")
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
+    parser.add_argument("--output", type=Path, help="raw figures of every rollout (JSON)")
+    parser.set_defaults(run=run_bench_strategies)
+
+
+def run_bench_strategies(args: argparse.Namespace) -> int:
+    from .bench import format_table
+
+    if not args.cases.exists():
+        sys.exit(
+            f"{args.cases} does not exist. In a clone `make bench-strategies` makes the standard cases and runs this "
+            "command; for models of your own write a JSON list of "
+            '{"name": ..., "model": ..., "drafter": ..., "prompts": "prompts.jsonl", "max_completion_length": 256} '
+            "and name it with --cases."
+        )
+    tables, raw = [], []
+    for case in json.loads(args.cases.read_text()):
+        table, rollouts = _bench_strategies(case, args)
+        tables.append({"case": case["name"], **table})
+        raw.append({"case": case, "table": table, "rollouts": rollouts})
+        if not args.json:
+            print(f"\n{case['name']}\n\n{format_table(table)}\n")
+            print(f"adaptive over the best fixed ({table['best_fixed']}): {table['adaptive_over_best_fixed']:.3f}")
+    if args.output is not None:
+        args.output.write_text(json.dumps({"arguments": sys.argv[1:], "cases": raw}, indent=1) + "\n")
+    if args.json:
+        print(json.dumps({"tables": tables}))
+    return 0
+
+
+def _bench_strategies(case: dict, args: argparse.Namespace) -> tuple[dict, dict]:
+    import torch
+    from transformers import AutoTokenizer
+
+    from .bench import compare_rollouts, strategy_table
+    from .generation.engine import RolloutEngine
+    from .generation.rollout_loop import RolloutLoop
+    from .generation.standalone import build_llm, completion_ids
+    from .strategy import Strategy, make_selector
+
+    prompts = read_prompts(Path(case["prompts"]), AutoTokenizer.from_pretrained(case["model"]))
+    shape = {
+        "max_num_seqs": args.max_num_seqs,
+        "max_model_len": max(map(len, prompts)) + case["max_completion_length"],
+        "seed": args.seed,
+    }
+    plain = build_llm(case["model"], **shape)
+    longest = max(*args.draft_tokens, *args.ngram_draft_tokens)
+    speculative = build_llm(case["model"], drafter=case["drafter"], max_draft_tokens=longest, **shape)
+    engine = RolloutEngine(speculative)
+    strategies = [Strategy("eagle3", number) for number in args.draft_tokens]
+    strategies += [Strategy("ngram", number) for number in args.ngram_draft_tokens]
+
+    def generate(llm, selector=None):
+        loop = None if selector is None else RolloutLoop(engine, selector)
+
+        def run(batch: Sequence[list[int]], seed: int) -> list[list[int]]:
+            torch.manual_seed(seed)  # the engines live in this process and sample from its random state
+            llm.rollout_loop = loop
+            sampling = {"temperature": args.temperature, "max_tokens": case["max_completion_length"], "logprobs": 0}
+            return completion_ids(llm, batch, **sampling)
+
+        return run
+
+    competitors = {"plain": generate(plain)}
+    for strategy in strategies:
+        competitors[str(strategy)] = generate(
+            speculative, make_selector("fixed", [strategy], args.max_num_seqs, seed=args.seed)
+        )
+    selector = make_selector(args.selector, strategies, args.max_num_seqs, seed=args.seed)
+    competitors["adaptive"] = generate(speculative, selector)
+    results = compare_rollouts(
+        competitors, prompts, rounds=args.rounds, warmup_rounds=args.warmup_rounds, seed=args.seed
+    )
+    raw = {
+        name: [{"seconds": r.seconds, "lengths": r.lengths} for r in rollouts] for name, rollouts in results.items()
+    }
+    return strategy_table(results, "plain", "adaptive"), {"rollouts": raw, "selector": selector.summary()}
+
 
 def run_bench_rollout(args: argparse.Namespace) -> int:
     import torch

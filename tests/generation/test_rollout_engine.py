@@ -202,3 +202,52 @@ def test_steps_report_what_they_did(setup):
         assert step.emitted_tokens == step.batch_size + sum(step.accepted_by_position)
         assert step.seconds > 0
     assert sum(step.emitted_tokens for step in steps) >= 27
+
+
+def looking_up(setup, phases):
+    """A schedule of `(steps, draft tokens of the drafter, tokens to look up)`, round and round."""
+    plan = [phase[1:] for phase in phases for _ in range(phase[0])]
+    calls = iter(range(10**6))
+
+    def choose(batch_size):
+        num_draft_tokens, setup.engine.num_lookup_tokens = plan[next(calls) % len(plan)]
+        return num_draft_tokens
+
+    return choose
+
+
+@pytest.fixture()
+def repetitive(setup):
+    """Greedy decoding of a small random policy soon repeats itself, so there is something to look up."""
+    setup.engine.ngram.start_rollout()
+    setup.engine.reset_prefix_cache()
+    yield setup
+    setup.engine.num_lookup_tokens = 0
+    setup.engine.ngram.start_rollout()
+
+
+def test_greedy_text_with_looked_up_tokens_is_the_policys(repetitive):
+    completions, verified = repetitive.generate(looking_up(repetitive, [(1, 0, 4)]))
+    assert completions == repetitive.reference()
+    drafted = [tokens for step in verified for tokens in step]
+    assert len(drafted) > 10 and max(map(len, drafted)) == 4
+    assert len({len(step) for step in verified}) > 1  # requests without a match have none
+
+
+def test_lookup_and_drafter_take_turns(repetitive):
+    deferred = repetitive.engine._deferred
+    proposer = repetitive.engine._proposer
+    phases = [(6, 0, 4), (5, 3, 0), (3, 0, 0)]
+    completions, deferring = repetitive.generate(looking_up(repetitive, phases), max_tokens=80)
+
+    # Without deferral vLLM runs the drafter in every step; the drafts must be the same, rejected tokens or not.
+    repetitive.engine.ngram.__init__()
+    repetitive.engine.ngram.start_rollout()
+    repetitive.engine.reset_prefix_cache()
+    proposer.propose = deferred._propose
+    try:
+        same, running = repetitive.generate(looking_up(repetitive, phases), max_tokens=80)
+    finally:
+        proposer.propose = deferred.propose
+    assert completions == same == repetitive.reference(max_tokens=80)
+    assert deferring == running

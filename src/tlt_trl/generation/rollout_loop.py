@@ -109,7 +109,6 @@ class RolloutLoop:
         self._scheduled: deque[Strategy] = deque()
         self._last: Strategy | None = None
         self._context_tokens = 0
-        engine.schedule.choose = self._choose
 
     def _choose(self, batch_size: int) -> int:
         """Called by the engine's scheduler in every step, with the number of requests that this step runs."""
@@ -129,6 +128,7 @@ class RolloutLoop:
         Returns:
             `list[RequestOutput]`: The finished requests in the order in which they were added.
         """
+        self.engine.schedule.choose = self._choose
         if self.learning:
             self.selector.start_rollout()
         self.engine.ngram.start_rollout()
