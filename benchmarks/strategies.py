@@ -15,11 +15,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from transformers import AutoTokenizer
-
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-from cold_start import cold_started_policy, load_base_model  # noqa: E402
+from cold_start import cold_started_policy, find_base_model, load_base_model  # noqa: E402
 from reasoning_tasks import TaskConfig, make_dataset  # noqa: E402
 
 
@@ -36,8 +34,8 @@ def main() -> None:
     tuned = cold_started_policy()
     untuned = args.output / "untuned"
     if not untuned.exists():
-        load_base_model().save_pretrained(untuned)
-        AutoTokenizer.from_pretrained(tuned).save_pretrained(untuned)
+        for part in load_base_model(find_base_model()):
+            part.save_pretrained(untuned)
 
     prompts = args.output / "prompts.jsonl"
     write(

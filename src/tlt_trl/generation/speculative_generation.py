@@ -17,6 +17,7 @@ from ..drafter.initialization import inner_language_model
 from ..strategy import Strategy
 from ..telemetry.alarms import Alarms
 from . import cpu_backend
+from .cuda_graphs import plan_cuda_graphs
 from .engine import (
     RolloutEngine,
     UnsupportedEngineError,
@@ -131,6 +132,8 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
     def _build_llm(self, llm_class, drafter_dir: str, **trl_kwargs):
         """TRL's engine with a drafter; `vllm_engine_kwargs` have the last word."""
         kwargs = trl_kwargs | (self.args.vllm_engine_kwargs or {})
+        if self.accelerator.device.type == "cuda":
+            self._plan_cuda_graphs(kwargs)
         return make_rollout_llm_class(llm_class)(
             speculative_config=speculative_config(
                 drafter_dir, self.args.max_num_draft_tokens, kwargs["max_num_seqs"], self.args.draft_sampling
@@ -139,6 +142,18 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
             disable_log_stats=False,
             **kwargs,
         )
+
+    def _plan_cuda_graphs(self, kwargs: dict) -> None:
+        """Adds the sizes to capture, unless the user has said which or wants none. Not run on a GPU yet."""
+        if kwargs.get("enforce_eager") or "compilation_config" in kwargs:
+            return
+        args, config = self.args, self.model.config.get_text_config()
+        choices = [args.num_draft_tokens]
+        if args.speculation_selector != "fixed":
+            choices = [*args.draft_token_choices, *args.ngram_draft_token_choices]
+        plan = plan_cuda_graphs(choices, kwargs["max_num_seqs"])
+        kwargs["compilation_config"] = {"cudagraph_capture_sizes": list(plan.sizes)}
+        logger.info(plan.describe(config.num_hidden_layers, config.hidden_size, bytes_per_value=2))
 
     def _check_exactness(self) -> None:
         """Asks the engine, before anything is trained on its samples, whether it is exact under speculation."""
