@@ -1,7 +1,7 @@
 """
 Synthetic rollouts with fixed seeds, an oracle that knows the best arm of every step, and the regret of each selector.
 
-    python -m tlt_trl.strategy.simulator                       # the table of docs/strategies.md
+    python -m tlt_trl.strategy.simulator                       # the table of docs/adaptive_engine.md
     python -m tlt_trl.strategy.simulator --replay steps.jsonl  # a recorded run instead (see replay.py)
 
 The number of tokens of a world is fixed by its seed, so the score, tokens/s relative to the oracle, is the oracle's
