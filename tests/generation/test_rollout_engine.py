@@ -216,38 +216,53 @@ def looking_up(setup, phases):
     return choose
 
 
-@pytest.fixture()
-def repetitive(setup):
-    """Greedy decoding of a small random policy soon repeats itself, so there is something to look up."""
-    setup.engine.ngram.start_rollout()
+def remember_nearly_right_answers(setup, num_tokens=80):
+    """Starts the lookup anew, with earlier answers in which every seventh token is another one."""
+    setup.engine.ngram.__init__()
+    for prompt, answer in zip(PROMPTS, setup.reference(max_tokens=num_tokens), strict=True):
+        wrong = [(token + 1) % 64 if position % 7 == 6 else token for position, token in enumerate(answer)]
+        setup.engine.ngram.remember("earlier", prompt, wrong)
     setup.engine.reset_prefix_cache()
+
+
+@pytest.fixture()
+def looked_up(setup):
+    remember_nearly_right_answers(setup)
     yield setup
     setup.engine.num_lookup_tokens = 0
-    setup.engine.ngram.start_rollout()
+    setup.engine.ngram.__init__()
 
 
-def test_greedy_text_with_looked_up_tokens_is_the_policys(repetitive):
-    completions, verified = repetitive.generate(looking_up(repetitive, [(1, 0, 4)]))
-    assert completions == repetitive.reference()
-    drafted = [tokens for step in verified for tokens in step]
-    assert len(drafted) > 10 and max(map(len, drafted)) == 4
-    assert len({len(step) for step in verified}) > 1  # requests without a match have none
+def test_greedy_text_with_looked_up_tokens_is_the_policys(looked_up):
+    completions, verified = looked_up.generate(looking_up(looked_up, [(1, 0, 4)]))
+    assert completions == looked_up.reference()
+    assert len(verified) < 25  # 40 tokens without a draft accepted
+    assert {len(tokens) for step in verified for tokens in step} >= {4}
+    assert any(len(step) < 3 for step in verified[1:])  # requests without a match have no drafts
 
 
-def test_lookup_and_drafter_take_turns(repetitive):
-    deferred = repetitive.engine._deferred
-    proposer = repetitive.engine._proposer
+def test_lookup_and_drafter_take_turns(looked_up):
     phases = [(6, 0, 4), (5, 3, 0), (3, 0, 0)]
-    completions, deferring = repetitive.generate(looking_up(repetitive, phases), max_tokens=80)
+    completions, deferring = looked_up.generate(looking_up(looked_up, phases), max_tokens=80)
 
     # Without deferral vLLM runs the drafter in every step; the drafts must be the same, rejected tokens or not.
-    repetitive.engine.ngram.__init__()
-    repetitive.engine.ngram.start_rollout()
-    repetitive.engine.reset_prefix_cache()
+    remember_nearly_right_answers(looked_up)
+    proposer, deferred = looked_up.engine._proposer, looked_up.engine._deferred
     proposer.propose = deferred._propose
     try:
-        same, running = repetitive.generate(looking_up(repetitive, phases), max_tokens=80)
+        same, running = looked_up.generate(looking_up(looked_up, phases), max_tokens=80)
     finally:
         proposer.propose = deferred.propose
-    assert completions == same == repetitive.reference(max_tokens=80)
+    assert completions == same == looked_up.reference(max_tokens=80)
     assert deferring == running
+
+
+@pytest.mark.parametrize(("num_draft_tokens", "num_lookup_tokens"), [(0, 0), (5, 0), (0, 5)])
+def test_rollout_that_runs_into_the_context_limit(looked_up, num_draft_tokens, num_lookup_tokens):
+    completions, _ = looked_up.generate(
+        looking_up(looked_up, [(1, num_draft_tokens, num_lookup_tokens)]), max_tokens=500
+    )
+    assert [len(ids) + len(tokens) for ids, tokens in zip(PROMPTS, completions, strict=True)] == [128] * 3
+    assert completions == [
+        tokens[: 128 - len(ids)] for ids, tokens in zip(PROMPTS, looked_up.reference(max_tokens=125), strict=True)
+    ]
