@@ -625,7 +625,7 @@ class TLTGRPOTrainer(GRPOTrainer):
         if state["since_rollout_s"] is not None:
             self._last_rollout_end_s = time.perf_counter() - state["since_rollout_s"]
         if self.drafter_trainer is not None and "trainer" in state:
-            self.drafter_trainer.load_state_dict(state["trainer"])
+            self.drafter_trainer.load_state_dict(state["trainer"] | {"optimizer": optimizer_state})
             self.feature_buffer.load_state_dict(state["buffer"])
         try:
             self.vllm_generation.rollout_loop.selector.load_state_dict(json.loads(state["selector"]))

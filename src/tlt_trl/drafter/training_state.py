@@ -150,7 +150,7 @@ def _save(path: Path, state: Mapping[str, Any]) -> None:
 
 def _check_readable(path: Path) -> None:
     """The archive's directory is at its end: where it can be read, nothing is cut off."""
-    torch.load(path, weights_only=True, mmap=True)
+    torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
 def what_is_missing(folder: str | os.PathLike) -> str | None:
@@ -198,10 +198,10 @@ def load_training_state(
     training = Path(folder) / TRAINING_NAME
     optimizer = rank_state = None
     if (training / OPTIMIZER_NAME).is_file():
-        optimizer = torch.load(training / OPTIMIZER_NAME, weights_only=True)
+        optimizer = torch.load(training / OPTIMIZER_NAME, map_location="cpu", weights_only=True)
     saved_ranks = json.loads((training / COMPLETE_NAME).read_text())["ranks"]
     if saved_ranks == list(ranks):
-        rank_state = torch.load(training / f"rank_{rank}.pt", weights_only=True)
+        rank_state = torch.load(training / f"rank_{rank}.pt", map_location="cpu", weights_only=True)
     elif saved_ranks:
         logger.warning(
             "%s was written by ranks %s, this run has ranks %s: feature buffer and selector begin anew.",
