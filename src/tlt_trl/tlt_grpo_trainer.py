@@ -43,6 +43,14 @@ from .tlt_grpo_config import TLTGRPOConfig
 
 logger = logging.getLogger(__name__)
 
+# transformers loads the policy's optimiser to `args.device`. For several processes on CPU that is "cpu:0", a location
+# that torch can save to and does not know when it loads.
+torch.serialization.register_package(
+    priority=11,
+    tagger=lambda storage: None,
+    deserializer=lambda storage, location: storage if location.startswith("cpu:") else None,
+)
+
 
 class TLTGRPOTrainer(GRPOTrainer):
     """
