@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,13 +16,13 @@ from .test_tlt_grpo_trainer import RENDEZVOUS
 pytestmark = pytest.mark.engine
 
 ROOT = Path(__file__).parents[1]
-# Wall-clock of TRL, which a resumed run does not repeat.
-TIMES = {"step_time"}
+# Wall-clock of TRL and of the wait for the other rank, which no two runs have in common.
+TIMES = re.compile("step_time|idle|latency")
 
 
 def run(
     launcher: list[str], policy: str, output_dir: Path, result: Path, environment: dict[str, str], **kwargs
-) -> None:
+) -> str:
     inherited = {name: value for name, value in os.environ.items() if name not in RENDEZVOUS}
     inherited["PYTHONPATH"] = os.pathsep.join([str(ROOT), inherited.get("PYTHONPATH", "")])
     script = [str(ROOT / "tests" / "resume_run.py"), policy, str(output_dir), str(result), json.dumps(kwargs)]
@@ -29,10 +30,11 @@ def run(
         [*launcher, *script], env=inherited | environment, cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    return done.stderr
 
 
 def steps_after_the_resume(result: dict) -> list[dict]:
-    logs = [{name: value for name, value in log.items() if name not in TIMES} for log in result["logs"]]
+    logs = [{name: value for name, value in log.items() if not TIMES.search(name)} for log in result["logs"]]
     return [log for log in logs if log["step"] > 3]
 
 
@@ -51,12 +53,19 @@ def assert_equal_runs(unbroken: dict, resumed: dict) -> None:
 def test_resume_on_one_process(tmp_path):
     policy = save_tiny_policy(tmp_path / "policy", vocab_size=64, num_layers=2)
     launcher = [sys.executable]
-    run(launcher, policy, tmp_path / "run", tmp_path / "unbroken.json", {})
+    # Offline, every push fails, which must stop nothing and be reported.
+    log = run(launcher, policy, tmp_path / "run", tmp_path / "unbroken.json", {}, drafter_push_to_hub=True)
+    assert "The drafter was not pushed to run-drafter" in log and "hf upload run-drafter" in log
     # As if the run had been killed while it saved step 6: the newest whole checkpoint is that of step 3.
     (tmp_path / "run" / "checkpoint-6" / "drafter" / "training" / "complete.json").unlink()
-    run(launcher, policy, tmp_path / "run", tmp_path / "resumed.json", {}, resume=True)
+    run(launcher, policy, tmp_path / "run", tmp_path / "resumed.json", {}, resume=True, save_total_limit=1)
     unbroken, resumed = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("unbroken", "resumed"))
     assert_equal_runs(unbroken, resumed)
+    assert [folder.name for folder in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-6"]
+    card = (tmp_path / "run" / "drafter" / "README.md").read_text()
+    assert f"| 6 | {resumed['logs'][-1]['tlt/acceptance_length']:.3f} |" in card
+    provenance = json.loads((tmp_path / "run" / "drafter" / "provenance.json").read_text())
+    assert provenance["policy_steps"] == 6 and provenance["tokens_trained"] == resumed["drafter_tokens"] > 0
 
 
 def test_resume_on_two_processes(tmp_path):
