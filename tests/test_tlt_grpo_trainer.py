@@ -72,6 +72,12 @@ class TestWithoutVLLM:
         assert trainer.speculative is False and trainer.drafter_trainer is None
 
 
+def test_a_torn_drafter_is_refused(tmp_path):
+    trainer = object.__new__(TLTGRPOTrainer)
+    with pytest.raises(ValueError, match="not whole: .*complete.json is missing.* Resume from an older checkpoint"):
+        trainer._load_drafter_checkpoint(str(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [

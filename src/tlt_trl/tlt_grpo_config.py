@@ -78,6 +78,12 @@ class TLTGRPOConfig(GRPOConfig):
             Capacity of the feature buffer in tokens, in CPU memory.
         feature_long_answer_fraction (`float`, *optional*, defaults to `0.5`):
             Share of a drafter batch that is drawn from the longest answers.
+        drafter_push_to_hub (`bool`, *optional*, defaults to `False`):
+            Whether to push the drafter to the Hub at the end of training and, as `hub_strategy` says, at every save.
+            `hub_token`, `hub_private_repo`, `hub_revision` and `hub_always_push` apply. A push that fails is reported
+            and does not stop training.
+        drafter_hub_model_id (`str`, *optional*):
+            Repository of the drafter. Defaults to `hub_model_id` (or the name of `output_dir`) with `-drafter` added.
     """
 
     _VALID_DICT_FIELDS = GRPOConfig._VALID_DICT_FIELDS + ["vllm_engine_kwargs"]
@@ -224,6 +230,20 @@ class TLTGRPOConfig(GRPOConfig):
         metadata={
             "help": "Share of a drafter batch that is drawn from the longest answers. Early finishers are short, and "
             "the tail is where speculation pays."
+        },
+    )
+    drafter_push_to_hub: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether to push the drafter to the Hub at the end of training and, as `hub_strategy` says, at "
+            "every save, in the background. A push that fails is reported and does not stop training."
+        },
+    )
+    drafter_hub_model_id: str | None = field(
+        default=None,
+        metadata={
+            "help": "Repository of the drafter, apart from the policy's because engines load a drafter by its "
+            "repository. Defaults to `hub_model_id` (or the name of `output_dir`) with `-drafter` added."
         },
     )
 

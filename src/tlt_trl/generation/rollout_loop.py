@@ -134,6 +134,7 @@ class RolloutLoop:
         self.engine.ngram.start_rollout()
         self._scheduled.clear()
         self._last = None
+        self._context_tokens = 0  # what the last rollout ended with is gone
         finished = []
         while self.engine.has_unfinished_requests():
             outputs, step = self.engine.step()
