@@ -94,8 +94,9 @@ def train_until_all_finished(
     trained = time.perf_counter()
     wait.join()
     report["idle_s"] = max(0.0, wait.finished_at_s - started)
-    report["idle_used_s"] = min(report["step_seconds"], report["idle_s"])
     report["stop_latency_s"] = max(0.0, trained - max(started, wait.finished_at_s))
+    # The last step began inside the wait and ended after it.
+    report["idle_used_s"] = min(max(0.0, report["step_seconds"] - report["stop_latency_s"]), report["idle_s"])
     return report
 
 
@@ -162,12 +163,6 @@ class BackgroundTraining:
         self._thread = None
         if not self._result:
             raise RuntimeError("Drafter training in the background ended without a report; see the traceback above.")
-        idle_s = stopped - self._started_s
-        self._report(
-            self._result
-            | {
-                "idle_s": idle_s,
-                "idle_used_s": min(self._result["step_seconds"], idle_s),
-                "stop_latency_s": time.perf_counter() - stopped,
-            }
-        )
+        idle_s, latency_s = stopped - self._started_s, time.perf_counter() - stopped
+        used_s = min(max(0.0, self._result["step_seconds"] - latency_s), idle_s)
+        self._report(self._result | {"idle_s": idle_s, "idle_used_s": used_s, "stop_latency_s": latency_s})
