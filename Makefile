@@ -10,11 +10,12 @@ STAMP := $(VENV)/.installed
 IOMP := $(wildcard $(VENV)/lib/libiomp5.so)
 RUN = $(if $(IOMP),LD_PRELOAD=$(abspath $(IOMP)) )TOKENIZERS_PARALLELISM=false $(BIN)/python
 
-.PHONY: help setup demo test lint bench bench-strategies clean
+.PHONY: help setup demo demo-2 test lint bench bench-strategies clean
 
 help:
 	@echo "make setup   virtual environment in $(VENV): vLLM for CUDA where there is a device, else for CPU"
 	@echo "make demo    GRPO with speculative rollouts on SmolLM2-135M; leaves runs/demo"
+	@echo "make demo-2  the same on two processes with a core each, and how they use the time of waiting; leaves runs/demo-2"
 	@echo "make test    the whole test suite, with the real engine"
 	@echo "make lint    ruff"
 	@echo "make bench   selector overhead and simulated regret"
@@ -31,6 +32,12 @@ $(STAMP): pyproject.toml scripts/setup.sh
 # A second make, so that the variables above see an environment that this one has just made.
 demo: $(STAMP)
 	@$(MAKE) --no-print-directory run ARGS="examples/grpo_reasoning_gym.py --output_dir runs/demo"
+
+# What is shown is the waiting: no comparison with a plain engine at the end.
+demo-2: $(STAMP)
+	@$(MAKE) --no-print-directory run ARGS="-m accelerate.commands.launch \
+		--config_file accelerate_configs/cpu_2_processes.yaml examples/grpo_reasoning_gym.py --output_dir runs/demo-2 \
+		--timeline True --max_steps 8 --bench_rounds 0"
 
 test: $(STAMP)
 	@$(MAKE) --no-print-directory run ARGS="-m pytest"

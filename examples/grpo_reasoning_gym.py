@@ -2,6 +2,7 @@
 GRPO with speculative rollouts on chains of additions, from nothing to a trained policy and a drafter that serves it.
 
     make demo
+    make demo-2
     accelerate launch examples/grpo_reasoning_gym.py --output_dir runs/demo --max_steps 20
     python examples/grpo_reasoning_gym.py --output_dir runs/qwen --model Qwen/Qwen2.5-0.5B-Instruct
 
@@ -27,6 +28,7 @@ from transformers import AutoTokenizer, HfArgumentParser, TrainerCallback
 from cold_start import cache_root, cold_started_policy
 from reasoning_tasks import make_dataset, step_reward
 from tlt_trl import TLTGRPOConfig, TLTGRPOTrainer
+from tlt_trl.telemetry.timeline import POLICY_TRAINING, SCORING, read_timelines, seconds_by_name
 
 
 # What suits a 135M policy on two CPU cores; the command line overrides each of them.
@@ -112,13 +114,20 @@ def run_tool(*arguments: str) -> dict:
 
     Its engine must not share this process: ranks of a distributed run would meet inside it, and its memory would stay.
     """
-    environment = {name: value for name, value in os.environ.items() if name not in DISTRIBUTED_VARIABLES}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)}
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        # The launcher sets one thread for each of several processes; a tool runs alone.
+        environment.pop("OMP_NUM_THREADS", None)
     command = [sys.executable, "-m", "tlt_trl.cli", *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
-DISTRIBUTED_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# Beginnings of the names that `accelerate launch` and `torchrun` set. With them an engine would look for a store that
+# its launcher hosts, and wait for ever.
+LAUNCHER_VARIABLES = (
+    "ACCELERATE_", "GROUP_", "LOCAL_", "MASTER_", "RANK", "ROLE_", "TORCHELASTIC_", "TORCH_NCCL_", "WORLD_SIZE",
+)  # fmt: skip
 
 
 def write_prompts(dataset, path: Path, num_prompts: int) -> Path:
@@ -149,6 +158,23 @@ def warmed_up_drafter(model: str, prompts: Path, demo: DemoArguments, config: TL
     return str(folder)
 
 
+def bind_to_own_cores() -> None:
+    """
+    Gives every process of this machine its own cores, for torch and for the engine.
+
+    Two teams of threads on the same cores wait for each other in spinning barriers and are 10 to 30 times slower.
+    """
+    local_rank, num_local = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    cores = sorted(os.sched_getaffinity(0))
+    if torch.cuda.is_available() or num_local == 1 or len(cores) < num_local:
+        return
+    shares = [cores[rank::num_local] for rank in range(num_local)]
+    os.sched_setaffinity(0, shares[local_rank])
+    torch.set_num_threads(len(shares[local_rank]))
+    os.environ["OMP_NUM_THREADS"] = str(len(shares[local_rank]))
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, share)) for share in shares)
+
+
 def main() -> None:
     started = time.perf_counter()
     parser = HfArgumentParser((DemoArguments, TLTGRPOConfig))
@@ -164,6 +190,7 @@ def main() -> None:
             prompts = write_prompts(train_dataset, output_dir / "warmup_prompts.jsonl", 512)
             config.drafter_model_name_or_path = warmed_up_drafter(model, prompts, demo, config)
 
+    bind_to_own_cores()
     metrics = MetricsFile(output_dir / "metrics.jsonl")
     trainer = TLTGRPOTrainer(
         model,
@@ -205,6 +232,13 @@ def summarise(metrics: MetricsFile, config: TLTGRPOConfig, demo: DemoArguments, 
         "drafter_seconds_share": sum(row["tlt/drafter/seconds"] for row in rows) / step_seconds,
         "sync_seconds_share": sum(row["tlt/sync_seconds"] for row in rows) / step_seconds,
     }
+    if "tlt/idle_used_fraction" in rows[-1]:
+        summary |= summarise_idle_time(rows)
+    if config.timeline:
+        seconds = seconds_by_name(read_timelines(output_dir / "timeline")[0])
+        capture_s = sum(row["tlt/feature_capture_s"] for row in rows)
+        # The timeline has the passes of the evaluations too, which are few and without gradients.
+        summary["feature_capture_fraction"] = capture_s / (seconds[POLICY_TRAINING] + seconds[SCORING])
     if demo.bench_rounds:
         print("Comparing rollouts of the trained policy with a plain engine", flush=True)
         bench = run_tool(
@@ -215,6 +249,24 @@ def summarise(metrics: MetricsFile, config: TLTGRPOConfig, demo: DemoArguments, 
         )  # fmt: skip
         summary |= bench
     return {key: round(value, 4) if isinstance(value, float) else value for key, value in summary.items()}
+
+
+def summarise_idle_time(rows: list[dict[str, float]]) -> dict[str, float]:
+    """How the time in which ranks wait for each other is used, and what its use costs."""
+    waits = [row for row in rows if "tlt/idle_used_fraction" in row]
+    # There is nothing to train on before the first step has left its features.
+    later = [row for row in waits if row["step"] > 1]
+    idle_s = sum(row["tlt/idle_s"] for row in later)
+    latencies = sorted(row["tlt/stop_latency_s"] for row in later)
+    return {
+        "idle_s": idle_s,
+        "idle_share": idle_s / sum(row["step_time"] for row in later),
+        "idle_used_fraction": sum(row["tlt/idle_used_fraction"] * row["tlt/idle_s"] for row in later) / idle_s,
+        "stop_latency_s_p99": latencies[min(len(latencies) - 1, int(0.99 * len(latencies)))],
+        "added_wall_clock_fraction": sum(row["tlt/idle_added_s"] for row in later)
+        / sum(row["step_time"] for row in later),
+        "drafter_tokens": sum(row["tlt/drafter_tokens"] for row in rows),
+    }
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -19,6 +20,11 @@ def prompts(count=64):
 
 def text_reward(completions, **kwargs):
     return [float(sum(map(ord, completion)) % 7) for completion in completions]
+
+
+def sleeping_reward(completions, **kwargs):
+    time.sleep(0.4)
+    return text_reward(completions)
 
 
 def arguments(config_class, output_dir, **kwargs):
@@ -104,7 +110,7 @@ if __name__ == "__main__":
 """
 
 
-def engine_run(policy_dir, output_dir, peft=False, resume=False, **kwargs):
+def engine_run(policy_dir, output_dir, peft=False, resume=False, slow_reward=False, **kwargs):
     """Trains with the real engine and reports what the tests look at."""
     from peft import LoraConfig
 
@@ -116,12 +122,16 @@ def engine_run(policy_dir, output_dir, peft=False, resume=False, **kwargs):
         vllm_max_model_length=64,
         vllm_engine_kwargs={"enforce_eager": True, "dtype": "float32"},
         gradient_accumulation_steps=2,
-        drafter_time_budget=0.5,
-        **{"max_steps": 4} | kwargs,
+        **{"max_steps": 4, "drafter_time_budget": 0.5} | kwargs,
     )
     peft_config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"]) if peft else None
     trainer = TLTGRPOTrainer(
-        policy_dir, text_reward, args, prompts(), eval_dataset=prompts(4), peft_config=peft_config
+        policy_dir,
+        sleeping_reward if slow_reward else text_reward,
+        args,
+        prompts(),
+        eval_dataset=prompts(4),
+        peft_config=peft_config,
     )
     trainer.train(resume_from_checkpoint=resume)
     left_by_train = sorted(os.listdir(os.path.join(output_dir, "drafter")))
@@ -239,3 +249,19 @@ class TestWithTheRealEngine:
         assert run_in_process(policy, tmp_path / "run", **other)["drafter_sum"] == first["drafter_sum"]
         longer = run_in_process(policy, tmp_path / "run", drafter_vocab_size=32, resume=True, max_steps=8, **saving)
         assert longer["drafter_steps"] > first["drafter_steps"]
+
+    def test_trains_beside_the_reward_function_when_told_to(self, tmp_path):
+        policy = save_tiny_policy(tmp_path / "policy", vocab_size=64, num_layers=2)
+        run = run_in_process(
+            policy,
+            tmp_path / "run",
+            slow_reward=True,
+            drafter_time_budget=0.0,
+            train_drafter_in_background=True,
+            timeline=True,
+        )
+        assert run["drafter_steps"] > 0
+        later = run["logs"][1:]
+        assert all(log["tlt/idle_s"] >= 0.3 and log["tlt/drafter/failures"] == 0.0 for log in later)
+        # A sleeping reward function leaves the core to the drafter.
+        assert all(log["tlt/idle_used_fraction"] > 0.5 and log["tlt/stop_latency_s"] < 0.2 for log in later)

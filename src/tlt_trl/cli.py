@@ -1,4 +1,4 @@
-"""Command line: `tlt-trl warmup`, `tlt-trl bench` and `tlt-trl doctor`."""
+"""Command line: `tlt-trl warmup`, `tlt-trl bench`, `tlt-trl doctor` and `tlt-trl timeline`."""
 
 import argparse
 import json
@@ -16,6 +16,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_warmup(commands)
     _add_bench(commands)
     _add_doctor(commands)
+    _add_timeline(commands)
     args = parser.parse_args(argv)
     # vLLM logs every detail of its start-up; an answer to a command should not drown in it.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -382,6 +383,34 @@ def run_doctor_command(args: argparse.Namespace) -> int:
     from .doctor import run_doctor
 
     return run_doctor(args.model, args.drafter, as_json=args.json, dtype=args.dtype)
+
+
+# ---- timeline -----------------------------------------------------------------------------------------------------
+
+
+def _add_timeline(commands) -> None:
+    parser = commands.add_parser("timeline", help="draw what every rank did when (a run with `timeline=True`)")
+    parser.add_argument("folder", type=Path, help="<output_dir>/timeline")
+    parser.add_argument("--output", type=Path, help="picture to write; default: print seconds by kind only")
+    parser.add_argument("--first_s", type=float, default=0.0, help="second to begin at")
+    parser.add_argument("--last_s", type=float, help="second to end at")
+    parser.set_defaults(run=run_timeline)
+
+
+def run_timeline(args: argparse.Namespace) -> int:
+    from .telemetry.timeline import draw_timelines, read_timelines, seconds_by_name
+
+    try:
+        timelines = read_timelines(args.folder)
+        if args.output is not None:
+            draw_timelines(timelines, args.output, args.first_s, args.last_s)
+    except (FileNotFoundError, RuntimeError) as error:
+        print(f"tlt-trl timeline: {error}", file=sys.stderr)
+        return 1
+    for timeline in timelines:
+        seconds = {name: round(value, 3) for name, value in seconds_by_name(timeline).items()}
+        print(json.dumps({"rank": timeline.rank, "zero_error_s": timeline.zero_error_s, "seconds": seconds}))
+    return 0
 
 
 if __name__ == "__main__":

@@ -77,13 +77,24 @@ class TLTGRPOConfig(GRPOConfig):
         feature_buffer_tokens (`int`, *optional*, defaults to `65536`):
             Capacity of the feature buffer in tokens, in CPU memory.
         feature_long_answer_fraction (`float`, *optional*, defaults to `0.5`):
-            Share of a drafter batch that is drawn from the longest answers.
+            Share of a drafter batch that is drawn from the longest answers of earlier steps; the rest is mixed from
+            all that is there, the present step's included.
+        feature_max_age (`int`, *optional*, defaults to `4`):
+            Training steps after which features are dropped.
         drafter_push_to_hub (`bool`, *optional*, defaults to `False`):
             Whether to push the drafter to the Hub at the end of training and, as `hub_strategy` says, at every save.
             `hub_token`, `hub_private_repo`, `hub_revision` and `hub_always_push` apply. A push that fails is reported
             and does not stop training.
         drafter_hub_model_id (`str`, *optional*):
             Repository of the drafter. Defaults to `hub_model_id` (or the name of `output_dir`) with `-drafter` added.
+
+        > Parameters that control the use of idle time
+
+        train_drafter_in_background (`bool`, *optional*):
+            Whether one process trains its drafter in a thread while reward functions, tools and environments run. By
+            default it does where the accelerator is not the CPU and no reward function is a model.
+        timeline (`bool`, *optional*, defaults to `False`):
+            Whether every rank writes what it did when to `<output_dir>/timeline/rank_<n>.jsonl`.
     """
 
     _VALID_DICT_FIELDS = GRPOConfig._VALID_DICT_FIELDS + ["vllm_engine_kwargs"]
@@ -228,8 +239,32 @@ class TLTGRPOConfig(GRPOConfig):
     feature_long_answer_fraction: float = field(
         default=0.5,
         metadata={
-            "help": "Share of a drafter batch that is drawn from the longest answers. Early finishers are short, and "
-            "the tail is where speculation pays."
+            "help": "Share of a drafter batch that is drawn from the longest answers of earlier steps; the rest is "
+            "mixed from all that is there. Early finishers are short, and the tail is where speculation pays."
+        },
+    )
+    feature_max_age: int = field(
+        default=4,
+        metadata={
+            "help": "Training steps after which features are dropped. The states of an old policy teach the wrong "
+            "distribution, few tokens teach nothing: lower it when the learning rate is high."
+        },
+    )
+
+    train_drafter_in_background: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Whether one process trains its drafter in a thread while reward functions and tools run. "
+            "Free where they leave the accelerator alone; on CPU they compete for the cores, and Python code "
+            "competes for the interpreter lock. `None`: on where the accelerator is not the CPU and no reward is a "
+            "model. With several processes it is off: ranks merge their drafters right after the rollout."
+        },
+    )
+    timeline: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether every rank writes what it did when to `<output_dir>/timeline/rank_<n>.jsonl`, for "
+            "`tlt-trl timeline`. Costs some ten lines a step."
         },
     )
     drafter_push_to_hub: bool = field(
@@ -286,6 +321,7 @@ class TLTGRPOConfig(GRPOConfig):
         self._check_range("drafter_unroll_steps", self.drafter_unroll_steps, 1, 16)
         self._check_range("drafter_max_tokens_per_step", self.drafter_max_tokens_per_step, 16, None)
         self._check_range("feature_buffer_tokens", self.feature_buffer_tokens, 0, None)
+        self._check_range("feature_max_age", self.feature_max_age, 1, None)
         self._check_range("feature_long_answer_fraction", self.feature_long_answer_fraction, 0.0, 1.0)
         if self.drafter_vocab_size is not None:
             self._check_range("drafter_vocab_size", self.drafter_vocab_size, 1, None)

@@ -5,14 +5,14 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
 from accelerate.utils import is_peft_model
 from huggingface_hub import CommitInfo
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, rotate_checkpoints
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer import grpo_trainer
@@ -34,11 +34,26 @@ from .drafter.training_state import (
 from .drafter.vocabulary import most_frequent_token_ids
 from .generation.lossless import check_sampling_parameters
 from .generation.speculative_generation import SpeculativeVLLMGeneration
-from .idle.averaging import average_by_tokens
-from .idle.spot_training import train_until_all_finished
+from .idle.averaging import average_by_tokens, check_identical
+from .idle.spot_training import MAX_STEP_S, BackgroundTraining, train_safely, train_until_all_finished
 from .idle.straggler_wait import StragglerWait
 from .strategy import Strategy, bucket_edges, describe, ledger_metrics, make_selector
-from .telemetry.metrics import rollout_metrics, rollout_sums
+from .telemetry.metrics import (
+    add_training_vectors,
+    rollout_metrics,
+    rollout_sums,
+    training_metrics,
+    training_vector,
+)
+from .telemetry.timeline import (
+    DRAFTER_TRAINING,
+    MERGING,
+    POLICY_TRAINING,
+    ROLLOUT,
+    SCORING,
+    WAITING,
+    Timeline,
+)
 from .tlt_grpo_config import TLTGRPOConfig
 
 
@@ -51,6 +66,9 @@ torch.serialization.register_package(
     tagger=lambda storage: None,
     deserializer=lambda storage, location: storage if location.startswith("cpu:") else None,
 )
+
+# The drafter computes as the policy does. Not in fp16, whose gradients need a loss scaler of their own.
+AUTOCAST_DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float32}
 
 
 class TLTGRPOTrainer(GRPOTrainer):
@@ -106,6 +124,8 @@ class TLTGRPOTrainer(GRPOTrainer):
     _drafter_credit_s = 0.0
     _drafter_tokens = 0  # trained on by all ranks together
     _straggler_wait: StragglerWait | None = None
+    _background_training: BackgroundTraining | None = None
+    timeline: Timeline | None = None
 
     def __init__(
         self,
@@ -162,6 +182,8 @@ class TLTGRPOTrainer(GRPOTrainer):
             self.drafter = self.vllm_generation.drafter
             if args.train_drafter:
                 self._init_drafter_training()
+        if args.timeline:
+            self._init_timeline()
 
     # ---- construction ----------------------------------------------------------------------------------------------
 
@@ -239,6 +261,7 @@ class TLTGRPOTrainer(GRPOTrainer):
         self.feature_buffer = FeatureBuffer(
             max_tokens=args.feature_buffer_tokens,
             long_answer_fraction=args.feature_long_answer_fraction,
+            max_age=args.feature_max_age,
         )
         self._recorder = FeatureRecorder(
             self.accelerator.unwrap_model(self.model),
@@ -253,21 +276,57 @@ class TLTGRPOTrainer(GRPOTrainer):
             max_tokens_per_step=args.drafter_max_tokens_per_step,
             max_grad_norm=args.drafter_max_grad_norm,
             temperature=self.temperature,
+            autocast_dtype=AUTOCAST_DTYPES[self.accelerator.mixed_precision],
             seed=args.seed + self.accelerator.process_index,
         )
+        self._training_vectors: list[list[float]] = []
         if self.accelerator.num_processes > 1:
             self._straggler_wait = StragglerWait(
                 torch.distributed.distributed_c10d._get_default_store(),
                 self.accelerator.process_index,
                 self.accelerator.num_processes,
                 timeout_s=args.ddp_timeout,
+                group_size=args.vllm_tensor_parallel_size,
             )
+        if self._trains_in_background():
+            self._background_training = BackgroundTraining(self._train_drafter_beside, self._note_training)
+
+    def _trains_in_background(self) -> bool:
+        wanted = self.args.train_drafter_in_background
+        if self.accelerator.num_processes > 1:
+            if wanted:
+                raise ValueError(
+                    "`train_drafter_in_background=True` needs a single process: with several, ranks train while they "
+                    "wait for each other, and merge their drafters right after the rollout. Leave it unset."
+                )
+            return False
+        if wanted is None:
+            has_reward_model = any(isinstance(reward, torch.nn.Module) for reward in self.reward_funcs)
+            return self.accelerator.device.type != "cpu" and not has_reward_model
+        return wanted
+
+    def _init_timeline(self) -> None:
+        accelerator = self.accelerator
+        self.timeline = Timeline(
+            Path(self.args.output_dir) / "timeline",
+            accelerator.process_index,
+            accelerator.num_processes,
+            accelerator.wait_for_everyone,
+        )
+        self.add_callback(OptimizerStepInterval(self.timeline))
+        if self.speculative:
+            self.vllm_generation.timeline = self.timeline
+
+    def _interval(self, name: str) -> AbstractContextManager:
+        return nullcontext() if self.timeline is None else self.timeline.interval(name)
 
     # ---- rollout ---------------------------------------------------------------------------------------------------
 
     def _generate(self, prompts: list):
-        if not self.speculative:
-            return super()._generate(prompts)
+        with self._interval(ROLLOUT):
+            return self._generate_speculatively(prompts) if self.speculative else super()._generate(prompts)
+
+    def _generate_speculatively(self, prompts: list):
         mode = "train" if self.model.training else "eval"
         self.vllm_generation.rollout_loop.learning = mode == "train"
         if mode == "train" and self.drafter_trainer is not None:
@@ -279,6 +338,24 @@ class TLTGRPOTrainer(GRPOTrainer):
             output = super()._generate(prompts)
         self._log_rollout(mode)
         return output
+
+    def _generate_single_turn(self, *args, **kwargs):
+        # Between the turns of a tool loop the engine has the accelerator to itself.
+        with nullcontext() if self._background_training is None else self._background_training.paused():
+            return super()._generate_single_turn(*args, **kwargs)
+
+    def _tool_call_loop(self, *args, **kwargs):
+        with self._beside_drafter_training():
+            return super()._tool_call_loop(*args, **kwargs)
+
+    def _calculate_rewards(self, *args, **kwargs):
+        with self._beside_drafter_training():
+            return super()._calculate_rewards(*args, **kwargs)
+
+    def _beside_drafter_training(self) -> AbstractContextManager:
+        if self._background_training is None or not self.model.training:
+            return nullcontext()
+        return self._background_training.running()
 
     @contextmanager
     def _before_first_gather(self, action: Callable[[], None]) -> Iterator[None]:
@@ -302,23 +379,25 @@ class TLTGRPOTrainer(GRPOTrainer):
         finally:
             self.accelerator.gather = gather
 
+    @property
+    def _policy_copy(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.vllm_generation.policy_embedding, self.vllm_generation.policy_lm_head
+
     def _train_drafter(self, rollout_started_s: float) -> None:
         """Trains the drafter while other ranks are still generating or, on a single process, within its budget."""
-        generation = self.vllm_generation
-        self.drafter_trainer.set_target(generation.policy_embedding, generation.policy_lm_head)
-        if self._straggler_wait is not None:
+        if self._straggler_wait is None:
+            self._note_training(self._train_within_budget(rollout_started_s))
+            return
+        with self._interval(WAITING):
             self._straggler_wait.announce()
-            report = train_until_all_finished(self.drafter_trainer, self._straggler_wait)
+            report = train_until_all_finished(
+                self.drafter_trainer, self._straggler_wait, self._policy_copy, self._interval(DRAFTER_TRAINING)
+            )
+        with self._interval(MERGING):
             tokens = self._merge_drafters(report["tokens"])
-        else:
-            report = self._train_within_budget(rollout_started_s)
-            tokens = report["tokens"]
-        if tokens:
-            generation.drafter_version += 1
-            self._drafter_tokens += int(tokens)
-        self._metrics["train"]["tlt/buffer/tokens"].append(float(self.feature_buffer.num_tokens))
-        for name, value in report.items():
-            self._metrics["train"][f"tlt/drafter/{name}"].append(value)
+        # Without idle training the run would have gone on when the last rank was done.
+        report["idle_added_s"] = time.perf_counter() - self._straggler_wait.finished_at_s
+        self._note_training(report, tokens)
 
     def _train_within_budget(self, rollout_started_s: float) -> dict[str, float]:
         """
@@ -330,10 +409,15 @@ class TLTGRPOTrainer(GRPOTrainer):
         now = time.perf_counter()
         period_s = now - (self._last_rollout_end_s or rollout_started_s)
         self._drafter_credit_s += self.args.drafter_time_budget * period_s
-        report = self.drafter_trainer.train_for(self._drafter_credit_s)
+        with self._interval(DRAFTER_TRAINING):
+            report = train_safely(self.drafter_trainer, self._policy_copy, self._drafter_credit_s)
         self._last_rollout_end_s = time.perf_counter()
         self._drafter_credit_s -= report["seconds"]
         return report
+
+    def _train_drafter_beside(self, stop: Callable[[], bool]) -> dict[str, float]:
+        """Trains the drafter in another thread than the trainer's until told to stop."""
+        return train_safely(self.drafter_trainer, self._policy_copy, stop=stop, max_step_s=MAX_STEP_S)
 
     def _merge_drafters(self, tokens: float) -> float:
         """
@@ -344,8 +428,40 @@ class TLTGRPOTrainer(GRPOTrainer):
         Returns:
             `float`: Tokens trained by all ranks.
         """
-        tensors = self.drafter_trainer.mergeable_tensors()
-        return average_by_tokens(tensors, tokens, torch.distributed.all_reduce)
+        tensors = list(self.drafter.parameters())
+        total = average_by_tokens(tensors, tokens, torch.distributed.all_reduce)
+        if total:
+            check_identical(tensors, self.accelerator.gather)
+        return total
+
+    def _note_training(self, report: dict[str, float], tokens_of_all_ranks: float | None = None) -> None:
+        """Takes note of one period of drafter training of this rank."""
+        tokens = report["tokens"] if tokens_of_all_ranks is None else tokens_of_all_ranks
+        if tokens:
+            self.vllm_generation.drafter_version += 1
+            self._drafter_tokens += int(tokens)
+        self._training_vectors.append(training_vector(report, self.args.drafter_unroll_steps))
+
+    def _log_drafter_training(self) -> None:
+        """Logs the drafter training of all ranks since the last call."""
+        rest = {
+            "feature_capture_s": self._recorder.pop_capture_seconds(),
+            "buffer_tokens": self.feature_buffer.num_tokens,
+        }
+        unroll_steps = self.args.drafter_unroll_steps
+        own = add_training_vectors([*self._training_vectors, training_vector(rest, unroll_steps)])
+        self._training_vectors = []
+        # fp32: an accelerator may have no fp64.
+        rows = self.accelerator.gather(torch.tensor([own], device=self.accelerator.device)).tolist()
+        metrics = training_metrics(add_training_vectors(rows), self.accelerator.num_processes, unroll_steps)
+        self.vllm_generation.alarms.observe_training(
+            idle_s=metrics["tlt/idle_s"],
+            steps=metrics["tlt/drafter/steps"],
+            dropped_batches=metrics["tlt/drafter/dropped_batches"],
+            failures=metrics["tlt/drafter/failures"],
+        )
+        for name, value in metrics.items():
+            self._metrics["train"][name].append(value)
 
     def _log_rollout(self, mode: str) -> None:
         generation = self.vllm_generation
@@ -379,8 +495,19 @@ class TLTGRPOTrainer(GRPOTrainer):
     def _generate_and_score_completions(self, inputs):
         # The scoring pass is the first without gradients after a generation; the reference pass, which for PEFT runs
         # on the same module with its adapters disabled, is the second and must not be recorded.
-        self._record_next_scoring_pass = self._recorder is not None and self.model.training and self._has_scoring_pass
-        return super()._generate_and_score_completions(inputs)
+        is_training = self._recorder is not None and self.model.training
+        self._record_next_scoring_pass = is_training and self._has_scoring_pass
+        with self._interval(SCORING):
+            output = super()._generate_and_score_completions(inputs)
+        if is_training:
+            self._log_drafter_training()
+        return output
+
+    def training_step(self, *args, **kwargs):
+        if self.timeline is not None:
+            self.timeline.step = self.state.global_step
+        with self._interval(POLICY_TRAINING):
+            return super().training_step(*args, **kwargs)
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
         if not self._should_record():
@@ -663,6 +790,20 @@ class TLTGRPOTrainer(GRPOTrainer):
         base = self.model.get_base_model() if is_peft_model(self.model) else self.model
         # Weights and vocabulary mapping together: a mapping that was made anew would give the head other tokens.
         self.drafter.load_state_dict(load_drafter(folder, base.config).state_dict())
+
+
+class OptimizerStepInterval(TrainerCallback):
+    """The policy's optimiser step, which is outside `training_step`, is policy training too."""
+
+    def __init__(self, timeline: Timeline):
+        self.timeline = timeline
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        self._interval = self.timeline.interval(POLICY_TRAINING)
+        self._interval.__enter__()
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        self._interval.__exit__(None, None, None)
 
 
 def _check_sampling(args: TLTGRPOConfig) -> None:

@@ -81,6 +81,31 @@ def test_a_sample_longer_than_the_batch_comes_alone(make_sample):
     assert FeatureBuffer(max_tokens=10).sample_batch(100, generator()) == []
 
 
+def test_small_batches_see_long_answers_too(make_sample):
+    # Micro-steps are shorter than a long answer: it comes alone, in windows, and as often as its share says.
+    buffer = FeatureBuffer(max_tokens=10_000, long_answer_fraction=0.5)
+    for seed in range(16):
+        buffer.add(make_sample(300 if seed < 4 else 20, step=0, seed=seed))
+    buffer.start_step(1)
+    rng = generator()
+    batches = [buffer.sample_batch(64, rng) for _ in range(100)]
+    assert all(batch for batch in batches)
+    alone = sum(batch[0].num_tokens == 300 for batch in batches)
+    assert 40 <= alone <= 80
+    assert all(len(batch) == 1 for batch in batches if batch[0].num_tokens == 300)
+
+
+def test_data_of_the_present_step_is_mixed_in(make_sample):
+    buffer = FeatureBuffer(max_tokens=10_000, long_answer_fraction=0.5)
+    for seed in range(8):
+        buffer.add(make_sample(20, step=0, seed=seed))
+    buffer.start_step(1)
+    for seed in range(8):
+        buffer.add(make_sample(20, step=1, seed=seed))
+    batch = buffer.sample_batch(160, generator())
+    assert {sample.step for sample in batch} == {0, 1}
+
+
 @pytest.mark.parametrize("field", ["aux_hidden_states", "last_hidden_state"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_rejects_what_is_not_finite(make_sample, field, value):

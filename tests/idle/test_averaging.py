@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from tlt_trl.idle.averaging import average_by_tokens
+from tlt_trl.drafter import DrafterTrainer, FeatureBuffer
+from tlt_trl.idle.averaging import DraftersDifferError, average_by_tokens, check_identical
 
 
 def run_ranks(tensors_by_rank, tokens_by_rank):
@@ -75,3 +76,73 @@ def test_all_ranks_end_with_the_same_bits(tokens):
     ranks = [[torch.randn(1000, generator=generator)] for _ in tokens]
     run_ranks(ranks, tokens)
     assert torch.equal(ranks[0][0], ranks[1][0])
+
+
+class TestChecksum:
+    def test_equal_drafters_pass(self):
+        tensors = [torch.randn(5), torch.randn(2, 3)]
+        check_identical(tensors, lambda own: own.repeat(4))
+
+    def test_another_bit_is_found_and_the_rank_named(self):
+        def sum_of(tensors):
+            seen = []
+            check_identical(tensors, lambda own: (seen.append(own), own)[1])
+            return seen[0]
+
+        tensors = [torch.ones(5), torch.zeros(2, 3)]
+        other = [torch.ones(5), torch.zeros(2, 3)]
+        other[1][1, 2] = 1e-40
+        with pytest.raises(DraftersDifferError, match=r"ranks \[2\]"):
+            check_identical(tensors, lambda own: torch.cat([own, own, sum_of(other)]))
+
+
+class TestAgainstOneProcess:
+    """Two ranks with half of the samples each against one process with all of them."""
+
+    @pytest.fixture
+    def make_trainer(self, policy, make_drafter):
+        def make(samples, **arguments):
+            buffer = FeatureBuffer(max_tokens=100_000)
+            for sample in samples:
+                buffer.add(sample)
+            arguments = {"unroll_steps": 3, "autocast_dtype": torch.float32} | arguments
+            trainer = DrafterTrainer(make_drafter(), buffer, **arguments)
+            trainer.set_target(policy.get_input_embeddings().weight, policy.get_output_embeddings().weight)
+            return trainer
+
+        return make
+
+    def test_a_gradient_step_on_each_half_is_one_on_the_union(self, make_trainer, fill_buffer):
+        # Plain gradient descent without clipping is linear in the data, so the two agree up to rounding.
+        samples = fill_buffer(num_rows=8).samples
+        trainers = [make_trainer(part, max_grad_norm=1e9) for part in (samples, samples[:4], samples[4:])]
+        for trainer in trainers:
+            trainer.optimizer = torch.optim.SGD(trainer.drafter.parameters(), lr=0.05)
+            trainer._state_tensors = lambda trainer=trainer: list(trainer.drafter.parameters())
+            trainer.warmup_steps, trainer.learning_rate = 1, 0.05
+        start = [parameter.detach().clone() for parameter in trainers[0].drafter.parameters()]
+        tokens = [trainer.step()["tokens"] for trainer in trainers]
+        assert tokens[0] == tokens[1] + tokens[2] and tokens[1] > 0
+        union, *ranks = [list(trainer.drafter.parameters()) for trainer in trainers]
+        run_ranks([[p.data for p in rank] for rank in ranks], tokens[1:])
+        for expected, merged in zip(union, ranks[0], strict=True):
+            torch.testing.assert_close(merged, expected, rtol=1e-4, atol=1e-6)
+        assert any(not torch.equal(before, after) for before, after in zip(start, union, strict=True))
+
+    def test_learns_as_much_from_as_many_tokens(self, make_trainer, fill_buffer):
+        samples = fill_buffer(num_rows=16).samples
+        union, *ranks = [
+            make_trainer(part, learning_rate=3e-3, max_tokens_per_step=100, seed=seed)
+            for seed, part in enumerate((samples, samples[:8], samples[8:]))
+        ]
+        before = union.evaluate(samples)["loss"]
+        for _ in range(5):  # rollouts
+            tokens = [rank.train_for(60.0, stop=lambda r=rank, s=rank.steps: r.steps >= s + 12) for rank in ranks]
+            run_ranks([[p.data for p in rank.drafter.parameters()] for rank in ranks], [t["tokens"] for t in tokens])
+        while union.tokens_trained < sum(rank.tokens_trained for rank in ranks):
+            union.step()
+        together, apart = union.evaluate(samples)["loss"], ranks[0].evaluate(samples)["loss"]
+        assert together < 0.7 * before
+        # Averaging is not the same as twice the steps, but most of the gain must be there.
+        assert before - apart > 0.7 * (before - together)
+        assert ranks[0].evaluate(samples) == ranks[1].evaluate(samples)

@@ -1,3 +1,5 @@
+import bisect
+import random
 import threading
 import time
 
@@ -61,6 +63,25 @@ def test_a_single_rank_never_waits(store):
     assert wait.all_finished()
 
 
+def test_a_tensor_parallel_group_acts_as_one(store):
+    waits = [StragglerWait(store.clone(), rank, 4, 20.0, group_size=2) for rank in range(4)]
+    for wait in (waits[1], waits[3], waits[0]):
+        wait.announce()
+    assert not any(wait.all_finished() for wait in (waits[0], waits[1], waits[3]))
+    waits[2].announce()  # the leader of the second group
+    for wait in waits:
+        wait.join()
+
+
+def test_a_missing_group_is_named_with_all_its_ranks(store):
+    wait = StragglerWait(store.clone(), 1, 4, 0.3, group_size=2)
+    wait.announce()
+    with pytest.raises(StragglerError, match=r"ranks \[0, 1, 2, 3\]"):
+        wait.join()
+    with pytest.raises(ValueError, match="multiple of group_size=3"):
+        StragglerWait(store.clone(), 0, 4, group_size=3)
+
+
 def test_requests_do_not_grow_with_the_number_of_ranks(monkeypatch):
     """1 024 ranks: each asks a constant number of times a round, and old rounds leave no keys behind."""
     world_size, rounds = 1024, 3
@@ -91,5 +112,12 @@ def test_requests_do_not_grow_with_the_number_of_ranks(monkeypatch):
             wait.announce()
     per_rank_and_round = requests["count"] / (world_size * rounds)
     assert per_rank_and_round <= 5
+    # 1 024 ranks whose rollouts end log-normally around a minute (sigma 0.5): requests are made when a rank ends.
+    # Polling ten times a second would ask 10 240 times a second, all the time.
+    rng = random.Random(0)
+    ends_s = sorted(rng.lognormvariate(4.0, 0.5) for _ in range(world_size))
+    busiest_second = max(bisect.bisect_left(ends_s, end + 1.0) - i for i, end in enumerate(ends_s))
+    assert busiest_second * per_rank_and_round < 200
+    assert world_size * per_rank_and_round / ends_s[-1] < 25
     # The last two rounds keep one key per rank, a counter and the signal.
     assert store.num_keys() <= 2 * (world_size + 2)

@@ -1,7 +1,14 @@
 import pytest
 
 from tlt_trl.generation.rollout_loop import RolloutStats
-from tlt_trl.telemetry.metrics import rollout_metrics, rollout_sums
+from tlt_trl.telemetry.alarms import Alarms
+from tlt_trl.telemetry.metrics import (
+    add_training_vectors,
+    rollout_metrics,
+    rollout_sums,
+    training_metrics,
+    training_vector,
+)
 
 
 STATS = RolloutStats(
@@ -43,3 +50,45 @@ def test_a_rollout_without_speculation():
     metrics = rollout_metrics(rollout_sums(RolloutStats(), num_positions=2), num_ranks=1)
     assert metrics["tlt/acceptance_length"] == 1.0
     assert metrics["tlt/speculation_share"] == metrics["tlt/rollout/tokens_per_s"] == 0.0
+
+
+def test_drafter_training_of_two_ranks():
+    first = {
+        "idle_s": 4.0,
+        "idle_used_s": 3.0,
+        "stop_latency_s": 0.05,
+        "idle_added_s": 0.1,
+        "tokens": 100.0,
+        "steps": 3.0,
+        "seconds": 3.5,
+        "loss": 2.0,
+        "acceptance_1": 0.5,
+    }
+    second = {"idle_added_s": 0.2, "tokens": 50.0, "steps": 1.0, "loss": 6.0, "acceptance_1": 0.1, "failures": 1.0}
+    vectors = [training_vector(report, unroll_steps=2) for report in (first, second)]
+    metrics = training_metrics(add_training_vectors(vectors), num_ranks=2, unroll_steps=2)
+    assert metrics["tlt/idle_s"] == 2.0 and metrics["tlt/idle_used_fraction"] == 0.75
+    assert metrics["tlt/stop_latency_s"] == 0.05 and metrics["tlt/idle_added_s"] == 0.2
+    assert metrics["tlt/drafter_tokens"] == 150.0 and metrics["tlt/drafter/steps"] == 4.0
+    assert metrics["tlt/drafter/seconds"] == 1.75 and metrics["tlt/drafter/failures"] == 1.0
+    assert metrics["tlt/drafter/loss"] == 3.0
+    assert metrics["tlt/drafter/acceptance_1"] == pytest.approx(0.4)
+
+
+def test_drafter_training_of_nobody():
+    metrics = training_metrics(training_vector({}, 2), num_ranks=1, unroll_steps=2)
+    assert metrics["tlt/idle_s"] == metrics["tlt/drafter_tokens"] == 0.0
+    assert "tlt/idle_used_fraction" not in metrics and "tlt/drafter/loss" not in metrics
+
+
+def test_alarms_of_drafter_training(caplog):
+    alarms = Alarms()
+    for _ in range(2):
+        alarms.observe_training(idle_s=1.0, steps=0.0, dropped_batches=0.0, failures=0.0)
+    assert not alarms.active["drafter_starved"]  # the first step of a run has an empty buffer
+    alarms.observe_training(idle_s=1.0, steps=0.0, dropped_batches=0.0, failures=0.0)
+    assert alarms.active["drafter_starved"] and "feature buffer is empty" in caplog.text
+    alarms.observe_training(idle_s=1.0, steps=5.0, dropped_batches=2.0, failures=0.0)
+    assert not alarms.active["drafter_starved"] and alarms.active["drafter_training_failed"]
+    alarms.observe_training(idle_s=0.0, steps=0.0, dropped_batches=0.0, failures=0.0)
+    assert not any(alarms.active.values())

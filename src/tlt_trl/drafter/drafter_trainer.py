@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 # Below this a batch holds too little of an answer to learn its later draft steps from.
 MIN_TOKENS_PER_STEP = 64
 
+# Batches dropped one after the other that end a period of training: the cause is not in the batches.
+MAX_DROPPED_IN_A_ROW = 3
+
 
 def _never() -> bool:
     return False
@@ -115,29 +118,62 @@ class DrafterTrainer:
         self._embed_tokens: Tensor | None = None
         self._lm_head: Tensor | None = None
         self._draft_head: Tensor | None = None
-        self._last_good: dict[str, Tensor] = {}
+        self._good_state: list[Tensor] = []
+        self._good_counters = (0, 0)
+        self._has_good_state = False
         self._step_seconds: float | None = None  # running estimates
         self._token_seconds: float | None = None
 
     @torch.no_grad()
     def set_target(self, embed_tokens: Tensor, lm_head: Tensor) -> None:
         """
-        Take copies of the policy's embedding and head, each of shape (vocab_size, H), at weight-sync time.
+        Set the policy's embedding and head, each of shape (vocab_size, H), that the drafter learns from.
 
-        Training needs the head's rows of the draft vocabulary; the whole head serves [`evaluate`] only.
+        They are used as they are where device and dtype fit, so they must be copies taken at weight-sync time and not
+        parameters that are being trained. Training needs the head's rows of the draft vocabulary; the whole head
+        serves [`evaluate`] only.
         """
         expected = (self.drafter.config.vocab_size, self.drafter.config.hidden_size)
         for name, tensor in (("embed_tokens", embed_tokens), ("lm_head", lm_head)):
             if tuple(tensor.shape) != expected:
                 raise ValueError(f"{name} has shape {tuple(tensor.shape)}, but the drafter's policy has {expected}.")
         is_tied = embed_tokens.data_ptr() == lm_head.data_ptr()
-        self._embed_tokens = embed_tokens.detach().to(self.device, self.autocast_dtype, copy=True)
-        self._lm_head = (
-            self._embed_tokens if is_tied else lm_head.detach().to(self.device, self.autocast_dtype, copy=True)
-        )
+        self._embed_tokens = embed_tokens.detach().to(self.device, self.autocast_dtype)
+        self._lm_head = self._embed_tokens if is_tied else lm_head.detach().to(self.device, self.autocast_dtype)
         self._draft_head = self._lm_head[self.drafter.draft_token_ids]
-        if self._parameters_are_finite():
-            self._last_good = {name: tensor.clone() for name, tensor in self.drafter.named_parameters()}
+
+    @torch.no_grad()
+    def keep_good_state(self) -> None:
+        """Remembers weights and optimiser state as those to go back to after a fault; nothing if they are broken."""
+        if not self._parameters_are_finite():
+            return
+        state = self._state_tensors()
+        if not self._good_state:
+            self._good_state = [torch.empty_like(tensor) for tensor in state]
+        for kept, tensor in zip(self._good_state, state, strict=True):
+            kept.copy_(tensor)
+        self._good_counters = (self.steps, self.tokens_trained)
+        self._has_good_state = True
+
+    @torch.no_grad()
+    def restore_good_state(self) -> None:
+        """Goes back to the last good weights and optimiser state; without one nothing changes."""
+        self.optimizer.zero_grad(set_to_none=True)
+        if not self._has_good_state:
+            return
+        for kept, tensor in zip(self._good_state, self._state_tensors(), strict=True):
+            tensor.copy_(kept)
+        self.steps, self.tokens_trained = self._good_counters
+
+    def end_period(self) -> None:
+        """
+        Ends a period of training: what optimiser steps take beyond weights and optimiser state is given back, and the
+        good state of this period is none for the time after, when ranks have merged their drafters.
+        """
+        self._has_good_state = False
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def step(self, max_tokens: int | None = None) -> dict[str, float] | None:
         """
@@ -152,6 +188,8 @@ class DrafterTrainer:
             loss or gradient was not finite (the weights are then as before); `None` when there is nothing to train on.
         """
         self._check_target()
+        if not self._has_good_state:
+            self.keep_good_state()
         max_tokens = self.max_tokens_per_step if max_tokens is None else min(max_tokens, self.max_tokens_per_step)
         samples = self.buffer.sample_batch(max_tokens, self.generator)
         if not samples:
@@ -176,7 +214,7 @@ class DrafterTrainer:
         self, seconds_budget: float, stop: Callable[[], bool] = _never, max_step_s: float = float("inf")
     ) -> dict[str, float]:
         """
-        Train until the time is up, `stop()` is true or there is nothing to train on.
+        Train until the time is up, `stop()` is true, there is nothing to train on, or batch after batch is dropped.
 
         A step is begun only when the running estimate of its time still fits, so the budget is exceeded by at most one
         step. The first step of all has no estimate and is begun when there is any budget.
@@ -190,28 +228,49 @@ class DrafterTrainer:
                 Longest step wanted, and with it the delay after `stop()`; batches are made smaller to keep to it.
 
         Returns:
-            `dict[str, float]`: `steps`, `seconds`, `tokens` of this call, and the mean of the steps' other metrics.
+            `dict[str, float]`: of this call `steps`, `tokens`, `dropped_batches`, `seconds` and, within them, the
+            seconds inside optimiser steps (`step_seconds`); and the mean of the steps' other metrics.
         """
         start = time.perf_counter()
         sums: dict[str, float] = defaultdict(float)
-        steps = tokens = 0.0
+        steps = tokens = step_seconds = dropped = 0.0
+        dropped_in_a_row = 0
+        is_state_kept = False
         while not stop():
             began = time.perf_counter()
             if began - start + (self._step_seconds or 0.0) > seconds_budget:
                 break
+            if not is_state_kept:
+                # Not earlier: a call that finds no time to train must cost nothing.
+                self.keep_good_state()
+                is_state_kept = True
+                began = time.perf_counter()
             metrics = self.step(self._tokens_for(max_step_s))
             if metrics is None:
                 break
-            self._update_step_seconds(time.perf_counter() - began)
+            seconds = time.perf_counter() - began
+            step_seconds += seconds
+            self._update_step_seconds(seconds)
             if "loss" not in metrics:
+                dropped += 1
+                dropped_in_a_row += 1
+                if dropped_in_a_row == MAX_DROPPED_IN_A_ROW:
+                    break
                 continue
-            self._update_token_seconds((time.perf_counter() - began) / metrics["tokens"])
+            dropped_in_a_row = 0
+            self._update_token_seconds(seconds / metrics["tokens"])
             steps += 1
             tokens += metrics.pop("tokens")
             for name, value in metrics.items():
                 sums[name] += value
         means = {name: value / steps for name, value in sums.items()}
-        return means | {"steps": steps, "seconds": time.perf_counter() - start, "tokens": tokens}
+        return means | {
+            "steps": steps,
+            "tokens": tokens,
+            "dropped_batches": dropped,
+            "seconds": time.perf_counter() - start,
+            "step_seconds": step_seconds,
+        }
 
     def evaluate(self, samples: Sequence[FeatureSample]) -> dict[str, float]:
         """Loss and expected acceptance against the policy's *whole* vocabulary, see [`evaluate_drafter`]."""
@@ -226,23 +285,6 @@ class DrafterTrainer:
                 temperature=self.temperature,
                 max_tokens=self.max_tokens_per_step,
             )
-
-    def mergeable_tensors(self) -> list[Tensor]:
-        """
-        Weights and optimiser state, the same list on every rank: what ranks that trained apart average.
-
-        State that AdamW makes at its first step is made here for a rank that has not taken one.
-        """
-        parameters = list(self.drafter.parameters())
-        for parameter in parameters:
-            if not self.optimizer.state[parameter]:
-                self.optimizer.state[parameter] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
-        state = [self.optimizer.state[p][name] for p in parameters for name in ("step", "exp_avg", "exp_avg_sq")]
-        return [*parameters, *state]
 
     def state_dict(self) -> dict[str, Any]:
         """
@@ -294,15 +336,25 @@ class DrafterTrainer:
         self.optimizer.zero_grad(set_to_none=True)
         self.dropped_batches += 1
         if not self._parameters_are_finite():
-            with torch.no_grad():
-                for name, parameter in self.drafter.named_parameters():
-                    parameter.copy_(self._last_good[name])
-            self.optimizer.state.clear()
+            self.restore_good_state()
         logger.warning(
             "The drafter's loss was not finite: batch %d was dropped and the weights are the last good ones.",
             self.dropped_batches,
         )
         return {"dropped_batches": float(self.dropped_batches)}
+
+    def _state_tensors(self) -> list[Tensor]:
+        """Weights and optimiser state; what AdamW makes at its first step is made here if that is still to come."""
+        parameters = list(self.drafter.parameters())
+        for parameter in parameters:
+            if not self.optimizer.state[parameter]:
+                self.optimizer.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+        state = [self.optimizer.state[p][name] for p in parameters for name in ("step", "exp_avg", "exp_avg_sq")]
+        return [*parameters, *state]
 
     def _parameters_are_finite(self) -> bool:
         return all(bool(torch.isfinite(parameter).all()) for parameter in self.drafter.parameters())

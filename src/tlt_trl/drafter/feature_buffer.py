@@ -122,16 +122,23 @@ class FeatureBuffer:
         """
         Draw samples of at most `max_tokens` tokens together, without repeats.
 
-        A sample longer than `max_tokens` comes alone and must be cut by the caller.
+        A sample longer than `max_tokens` comes alone and must be cut by the caller. Small batches therefore see long
+        answers in windows, one batch each, as often as the others.
         """
         long_answers = self._long_answers()
         batch = self._draw(long_answers, int(self.long_answer_fraction * max_tokens), generator)
+        if not batch and long_answers and torch.rand((), generator=generator) < self.long_answer_fraction:
+            # None fits into its share of a small batch: a share of the batches then, in place of a share of each.
+            batch = self._least_used(long_answers, generator)[:1]
         taken = {entry.serial for entry in batch}
         used = sum(entry.sample.num_tokens for entry in batch)
         others = [entry for entry in self._entries if entry.serial not in taken]
-        batch += self._draw(others, max_tokens - used, generator)
-        if not batch and self._entries:
-            batch = self._least_used(self._entries, generator)[:1]
+        if not batch:
+            others = self._least_used(others, generator)
+            if others and others[0].sample.num_tokens > max_tokens:
+                batch = others[:1]
+                used = max_tokens
+        batch += self._draw(others, max_tokens - used, generator) if used < max_tokens else []
         for entry in batch:
             entry.uses += 1
         return [entry.sample for entry in batch]

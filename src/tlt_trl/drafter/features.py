@@ -6,6 +6,7 @@ padding kept in the tokens, removed from the states), so rows are cut by the att
 and states alike.
 """
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -68,6 +69,7 @@ class FeatureRecorder:
         self._aux: dict[int, Tensor] = {}
         self._samples: list[FeatureSample] = []
         self._tokens_by_step = (0, 0)  # step, tokens copied in it
+        self._capture_s = 0.0
         self._handles = [decoder.register_forward_pre_hook(self._begin_forward)]
         for layer_id in self._layer_ids:
             hook = self._layer_hook(layer_id)
@@ -109,6 +111,11 @@ class FeatureRecorder:
             self._aux.clear()
             self._samples = []
 
+    def pop_capture_seconds(self) -> float:
+        """Seconds spent on copying states and putting them into the buffer since the last call."""
+        seconds, self._capture_s = self._capture_s, 0.0
+        return seconds
+
     def remove(self) -> None:
         """Take the hooks off the policy."""
         for handle in self._handles:
@@ -143,8 +150,10 @@ class FeatureRecorder:
         if not self._in_forward:
             return
         self._in_forward = False
+        started = time.perf_counter()
         self._copy_rows(output.detach())
         self._aux.clear()
+        self._capture_s += time.perf_counter() - started
 
     @torch.no_grad()
     def _copy_rows(self, last_hidden_state: Tensor) -> None:
@@ -181,7 +190,9 @@ class FeatureRecorder:
         return target.copy_(tensor, non_blocking=pinned)
 
     def _deliver(self) -> None:
+        started = time.perf_counter()
         if self._samples and self._recording.input_ids.device.type == "cuda":
             torch.cuda.current_stream(self._recording.input_ids.device).synchronize()
         for sample in self._samples:
             self.buffer.add(sample)
+        self._capture_s += time.perf_counter() - started

@@ -5,6 +5,7 @@ import logging
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +17,7 @@ from ..drafter.checkpoint import save_drafter
 from ..drafter.initialization import inner_language_model
 from ..strategy import Strategy
 from ..telemetry.alarms import Alarms
+from ..telemetry.timeline import WEIGHT_SYNC, Timeline
 from . import cpu_backend
 from .cuda_graphs import plan_cuda_graphs
 from .engine import (
@@ -80,6 +82,7 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
         self.policy_lm_head: torch.Tensor | None = None
         self.sync_seconds = 0.0
         self.alarms = Alarms()
+        self.timeline: Timeline | None = None
         # Counts trainings of the drafter; the second is the version that the engine holds.
         self.drafter_version = 0
         self.pushed_drafter_version = 0
@@ -174,6 +177,10 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
         """
         if self.mode != "colocate":
             return super().sync_weights()
+        with self.timeline.interval(WEIGHT_SYNC) if self.timeline is not None else nullcontext():
+            self._sync_colocated_weights()
+
+    def _sync_colocated_weights(self) -> None:
         started = time.perf_counter()
         if self.enable_sleep_mode:
             # See https://github.com/huggingface/trl/issues/5142: weights must be mapped before they are written.

@@ -9,6 +9,13 @@ from torch import Tensor
 # Sums a tensor over all ranks, in place.
 AllReduce = Callable[[Tensor], None]
 
+# Concatenates the tensors of all ranks along the first dimension, in their order.
+Gather = Callable[[Tensor], Tensor]
+
+
+class DraftersDifferError(RuntimeError):
+    """Ranks hold different drafters after a merge."""
+
 
 @torch.no_grad()
 def average_by_tokens(tensors: Sequence[Tensor], tokens: float, all_reduce: AllReduce) -> float:
@@ -17,8 +24,11 @@ def average_by_tokens(tensors: Sequence[Tensor], tokens: float, all_reduce: AllR
 
     All ranks hold the same tensors when a period of training begins, so the weighted average of the tensors is the
     common start plus the weighted average of what each rank changed. A rank that trained nothing counts nothing; when
-    no rank did, nothing is sent but one number. The moments of the optimiser are averaged like the weights: a rank
-    that trained little would else go on with moments of weights that are not its own any more.
+    no rank did, nothing is sent but one number.
+
+    Only weights are merged, as in local SGD. The moments of AdamW stay with their rank: at the betas of
+    [`DrafterTrainer`] they forget within ten to twenty steps, less than one wait, while merging them would treble what
+    is sent.
 
     Args:
         tensors (`Sequence[Tensor]`):
@@ -36,10 +46,37 @@ def average_by_tokens(tensors: Sequence[Tensor], tokens: float, all_reduce: AllR
     if not total.item():
         return 0.0
     # One collective for everything: a drafter has a few dozen tensors, most of them small.
-    flat = torch.cat([tensor.detach().float().flatten() for tensor in tensors]) * (tokens / total.item())
+    flat = torch.cat([tensor.detach().float().flatten() for tensor in tensors])
+    # In place: on CPU a second buffer of this size costs more than the product itself.
+    flat *= tokens / total.item()
     all_reduce(flat)
     start = 0
     for tensor in tensors:
         tensor.copy_(flat[start : start + tensor.numel()].view_as(tensor))
         start += tensor.numel()
     return total.item()
+
+
+@torch.no_grad()
+def check_identical(tensors: Sequence[Tensor], gather: Gather) -> None:
+    """
+    Compares checksums of the tensors' bits over all ranks: one pass over the weights and eight bytes sent.
+
+    Args:
+        tensors (`Sequence[Tensor]`):
+            fp32 tensors.
+        gather (`Gather`):
+            Such as `accelerator.gather`.
+
+    Raises:
+        [`DraftersDifferError`]: If a rank's sum is another than that of the first rank.
+    """
+    own = torch.stack([tensor.detach().view(torch.int32).sum(dtype=torch.int64) for tensor in tensors]).sum()
+    sums = gather(own[None]).tolist()
+    different = [rank for rank, value in enumerate(sums) if value != sums[0]]
+    if different:
+        raise DraftersDifferError(
+            f"After merging, the drafters of ranks {different} are not that of rank 0. Their engines would draft "
+            "differently and their checkpoints would disagree. Do all ranks run the same versions of torch and of the "
+            "collective library, on the same kind of device? `train_drafter=False` goes on with the present drafter."
+        )

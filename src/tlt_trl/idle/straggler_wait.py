@@ -3,7 +3,8 @@ Who has finished its rollout? Asked of the key-value store of the running proces
 
 A rank whose engine is done announces it and may use its time until the last rank is done; a blocking collective would
 hold it instead. The store works across nodes, needs no extra port, and is asked a constant number of times per rank
-and rollout: one `set`, one `add`, and one `wait` that blocks inside the server, so nothing polls.
+and rollout: one `set`, one `add`, one `wait` that blocks inside the server, and one or two `delete_key` for the round
+before the last one. Nothing polls.
 """
 
 import threading
@@ -11,6 +12,12 @@ import time
 from datetime import timedelta
 
 from torch.distributed import DistError, PrefixStore, Store
+
+
+STORE_LOST = (
+    "The key-value store of the process group cannot be reached any more: the process that hosts it has died. That is "
+    "rank 0 or, under `accelerate launch` and `torchrun`, the launcher of the first machine; its log says why."
+)
 
 
 class StragglerError(RuntimeError):
@@ -30,10 +37,16 @@ class StragglerWait:
             Number of ranks.
         timeout_s (`float`, *optional*, defaults to `1800.0`):
             Deadline for the last rank, counted from this rank's announcement.
+        group_size (`int`, *optional*, defaults to `1`):
+            Ranks that share one engine (tensor parallelism): consecutive ones, of which the first announces for all.
+            An engine's samples are unfinished on all of them or on none.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int, timeout_s: float = 1800.0):
+    def __init__(self, store: Store, rank: int, world_size: int, timeout_s: float = 1800.0, group_size: int = 1):
+        if world_size % group_size:
+            raise ValueError(f"world_size={world_size} must be a multiple of group_size={group_size}.")
         self.rank = rank
+        self.group_size = group_size
         self.world_size = world_size
         self.timeout_s = timeout_s
         self._store = PrefixStore("tlt_trl/straggler_wait", store)
@@ -50,11 +63,18 @@ class StragglerWait:
         self._round += 1
         self._finished.clear()
         self.finished_at_s, self._failure = None, None
-        self._store.set(f"{self._round}/rank/{self.rank}", "")
-        if self._store.add(f"{self._round}/count", 1) == self.world_size:
-            self._store.set(f"{self._round}/all", "")
-            self._finish()
-        else:
+        try:
+            self._announce_round()
+        except DistError as error:
+            raise StragglerError(STORE_LOST) from error
+
+    def _announce_round(self) -> None:
+        if self.rank % self.group_size == 0:
+            self._store.set(f"{self._round}/rank/{self.rank}", "")
+            if self._store.add(f"{self._round}/count", 1) == self.world_size // self.group_size:
+                self._store.set(f"{self._round}/all", "")
+                self._finish()
+        if not self.all_finished():
             self._watcher = threading.Thread(target=self._watch, args=(self._round,), daemon=True)
             self._watcher.start()
         self._delete_round(self._round - 2)
@@ -86,14 +106,12 @@ class StragglerWait:
         self._finished.set()
 
     def _describe_failure(self) -> str:
+        leaders = range(0, self.world_size, self.group_size)
         try:
-            missing = [
-                rank for rank in range(self.world_size) if not self._store.check([f"{self._round}/rank/{rank}"])
-            ]
+            silent = [rank for rank in leaders if not self._store.check([f"{self._round}/rank/{rank}"])]
         except DistError:
-            return (
-                "The store of the process group cannot be reached any more: the process that hosts it (rank 0) died."
-            )
+            return STORE_LOST
+        missing = [rank for leader in silent for rank in range(leader, leader + self.group_size)]
         return (
             f"Rank {self.rank} waited {self.timeout_s:.0f} s for the rollouts of ranks {missing}, which did not "
             "finish. They have died or hang; their logs say why. If rollouts may take longer, raise `ddp_timeout`."
@@ -101,7 +119,7 @@ class StragglerWait:
 
     def _delete_round(self, round_number: int) -> None:
         # Entering a round means that all ranks have left the one before it, so nobody reads the round before that.
-        if round_number < 1:
+        if round_number < 1 or self.rank % self.group_size:
             return
         self._store.delete_key(f"{round_number}/rank/{self.rank}")
         if self.rank == 0:

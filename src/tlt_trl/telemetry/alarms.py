@@ -15,6 +15,7 @@ logger = logging.getLogger(__name__)
 COLLAPSED_ACCEPTANCE_LENGTH = 1.05
 COLLAPSE_PATIENCE_ROLLOUTS = 5
 STALE_PATIENCE_ROLLOUTS = 2
+STARVED_PATIENCE_ROLLOUTS = 3
 
 ADVICE = {
     "acceptance_collapse": (
@@ -31,6 +32,16 @@ ADVICE = {
         "The engine has drafted with an old drafter for several rollouts: weights were not synced although the "
         "drafter was trained. Was `sync_weights` replaced or skipped?"
     ),
+    "drafter_training_failed": (
+        "The drafter is the one from before the fault, and the policy's training is not affected. Out of memory: "
+        "lower `drafter_max_tokens_per_step` or `vllm_gpu_memory_utilization`. Losses that are not finite: lower "
+        "`drafter_learning_rate`. `train_drafter=False` goes on with the drafter as it is."
+    ),
+    "drafter_starved": (
+        "There was time to train the drafter and nothing to train it on: the feature buffer is empty or holds no "
+        "answer long enough to predict a token of. Are answers cut to nothing, or `feature_buffer_tokens` shorter "
+        "than one of them?"
+    ),
 }
 
 
@@ -41,6 +52,7 @@ class Alarms:
         self.active: dict[str, bool] = dict.fromkeys(ADVICE, False)
         self._collapsed_rollouts = 0
         self._stale_rollouts = 0
+        self._starved_rollouts = 0
 
     def set(self, name: str, active: bool, detail: str = "") -> None:
         """Begins or ends an alarm."""
@@ -70,6 +82,30 @@ class Alarms:
         )
         self._stale_rollouts = self._stale_rollouts + 1 if drafter_lag > 0 else 0
         self.set("drafter_stale", self._stale_rollouts >= STALE_PATIENCE_ROLLOUTS, f"{drafter_lag} versions behind.")
+
+    def observe_training(self, idle_s: float, steps: float, dropped_batches: float, failures: float) -> None:
+        """
+        Takes note of the drafter training of all ranks in one step.
+
+        Args:
+            idle_s (`float`):
+                Time that ranks waited. The buffer is empty in the first step of a run and after a resume.
+            steps (`float`):
+                Optimiser steps taken.
+            dropped_batches (`float`):
+                Batches whose loss or gradient was not finite.
+            failures (`float`):
+                Periods of training that ended with an exception.
+        """
+        self.set(
+            "drafter_training_failed",
+            dropped_batches > 0 or failures > 0,
+            f"{failures:.0f} exceptions (traceback above, on the rank where it happened), {dropped_batches:.0f} "
+            "batches dropped.",
+        )
+        is_starved = idle_s > 0 and not (steps or dropped_batches or failures)
+        self._starved_rollouts = self._starved_rollouts + 1 if is_starved else 0
+        self.set("drafter_starved", self._starved_rollouts >= STARVED_PATIENCE_ROLLOUTS)
 
     def metrics(self) -> dict[str, float]:
         """`tlt/alarm/<name>`: 1.0 while active, else 0.0."""

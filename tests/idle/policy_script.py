@@ -1,0 +1,57 @@
+"""
+Trains a tiny policy on two processes: `policy_script.py POLICY OUTPUT_DIR OPTIONS`, under `accelerate launch`.
+
+Speculation is off in all rollouts, so that they depend on the policy and the random state alone.
+"""
+
+import json
+import os
+import sys
+import time
+
+import torch
+from tests.test_tlt_grpo_trainer import arguments, prompts, text_reward
+
+from tlt_trl import TLTGRPOConfig, TLTGRPOTrainer
+
+
+class StragglingTrainer(TLTGRPOTrainer):
+    """The second rank's rollouts take longer."""
+
+    def _generate_single_turn(self, *args, **kwargs):
+        if self.accelerator.process_index == 1 and self.model.training:
+            time.sleep(0.5)
+        return super()._generate_single_turn(*args, **kwargs)
+
+
+def main():
+    policy, output_dir, options = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+    rank = int(os.environ["LOCAL_RANK"])
+    cores = sorted(os.sched_getaffinity(0))
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[i % len(cores)]) for i in range(2))
+    args = arguments(
+        TLTGRPOConfig,
+        output_dir,
+        use_vllm=True,
+        vllm_mode="colocate",
+        vllm_max_model_length=64,
+        vllm_engine_kwargs={"enforce_eager": True, "dtype": "float32", "kv_cache_memory_bytes": 2**26},
+        speculation_selector="fixed",
+        speculation_activation_threshold=0,
+        **options,
+    )
+    trainer = StragglingTrainer(policy, text_reward, args, prompts())
+    drafter_before = [parameter.detach().clone() for parameter in trainer.drafter.parameters()]
+    trainer.train()
+    torch.save(trainer.accelerator.unwrap_model(trainer.model).state_dict(), f"{output_dir}/policy_{rank}.pt")
+    result = {
+        "logs": [log for log in trainer.state.log_history if "loss" in log],
+        "drafter_moved": not all(map(torch.equal, drafter_before, trainer.drafter.parameters())),
+        "drafter_sum": sum(parameter.double().sum().item() for parameter in trainer.drafter.parameters()),
+    }
+    with open(f"{output_dir}/result_{rank}.json", "w") as file:
+        json.dump(result, file)
+
+
+if __name__ == "__main__":
+    main()
