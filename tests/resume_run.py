@@ -82,6 +82,7 @@ def main(policy_dir: str, output_dir: str, json_file: str, kwargs: str) -> None:
             "vllm_engine_kwargs": {"enforce_eager": True, "dtype": "float32", "kv_cache_memory_bytes": 2**28},
             "gradient_accumulation_steps": 2,
             "drafter_time_budget": 0.5,
+            "ngram_draft_token_choices": [],  # what a lookup has seen is not in the checkpoint
             "max_steps": 6,
             "save_strategy": "steps",
             "save_steps": 3,
