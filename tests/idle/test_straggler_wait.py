@@ -57,6 +57,18 @@ def test_missing_ranks_are_named_after_the_deadline(store):
         waits[0].join()
 
 
+def test_all_ranks_end_when_the_first_deadline_passes(store):
+    # The second one, which came later and has more patience, learns it from the first.
+    first, second = StragglerWait(store.clone(), 1, 4, 0.5), StragglerWait(store.clone(), 2, 4, 60.0)
+    first.announce()
+    second.announce()
+    started = time.perf_counter()
+    for wait in (second, first):
+        with pytest.raises(StragglerError, match=r"Rank 1 waited 0 s .* ranks \[0, 3\]"):
+            wait.join()
+    assert time.perf_counter() - started < 5.0
+
+
 def test_a_single_rank_never_waits(store):
     (wait,) = ranks(store, 1)
     wait.announce()
@@ -105,7 +117,7 @@ def test_requests_do_not_grow_with_the_number_of_ranks(monkeypatch):
         wait = StragglerWait(HashStore(), rank, world_size, timeout_s=30.0)
         wait._store = wait._watched_store = Counted()
         # One thread per waiting rank would test the machine, not the protocol: the wait is counted, not run.
-        monkeypatch.setattr(wait, "_watch", lambda round_number: requests.__setitem__("count", requests["count"] + 1))
+        monkeypatch.setattr(wait, "_watch", lambda round_number: requests.__setitem__("count", requests["count"] + 2))
         waits.append(wait)
     for _ in range(rounds):
         for wait in waits:

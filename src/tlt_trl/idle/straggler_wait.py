@@ -3,8 +3,8 @@ Who has finished its rollout? Asked of the key-value store of the running proces
 
 A rank whose engine is done announces it and may use its time until the last rank is done; a blocking collective would
 hold it instead. The store works across nodes, needs no extra port, and is asked a constant number of times per rank
-and rollout: one `set`, one `add`, one `wait` that blocks inside the server, and one or two `delete_key` for the round
-before the last one. Nothing polls.
+and rollout: one `set`, one `add`, one `wait` that blocks inside the server, one `get`, and one `delete_key` for the
+round before the last one. Nothing polls.
 """
 
 import threading
@@ -18,6 +18,9 @@ STORE_LOST = (
     "The key-value store of the process group cannot be reached any more: the process that hosts it has died. That is "
     "rank 0 or, under `accelerate launch` and `torchrun`, the launcher of the first machine; its log says why."
 )
+
+# How long rank 0, which may host the store, stays after a deadline: the others read there whom it waited for.
+FAREWELL_S = 1.0
 
 
 class StragglerError(RuntimeError):
@@ -55,7 +58,7 @@ class StragglerWait:
         self._round = 0
         self._finished = threading.Event()
         self.finished_at_s: float | None = None  # `time.perf_counter()` when the last rank was seen to be done
-        self._failure: DistError | None = None
+        self._failure: str | None = None
         self._watcher: threading.Thread | None = None
 
     def announce(self) -> None:
@@ -88,34 +91,41 @@ class StragglerWait:
         Blocks until every rank has announced itself.
 
         Raises:
-            [`StragglerError`]: If the deadline passed; the message names the ranks that are missing.
+            [`StragglerError`]: If the deadline of a rank passed; the message names the ranks that are missing.
         """
         self._finished.wait()
         if self._failure is not None:
-            raise StragglerError(self._describe_failure()) from self._failure
+            if self.rank == 0:
+                time.sleep(FAREWELL_S)
+            raise StragglerError(self._failure)
 
     def _watch(self, round_number: int) -> None:
+        key = f"{round_number}/all"
         try:
-            self._watched_store.wait([f"{round_number}/all"], timedelta(seconds=self.timeout_s))
-        except DistError as error:
-            self._failure = error
+            self._watched_store.wait([key], timedelta(seconds=self.timeout_s))
+            # Empty, or what the first rank whose deadline passed has found: all ranks end with it, at once.
+            self._failure = self._watched_store.get(key).decode() or None
+        except DistError:
+            self._failure = self._report_missing(key)
         self._finish()
 
     def _finish(self) -> None:
         self.finished_at_s = time.perf_counter()
         self._finished.set()
 
-    def _describe_failure(self) -> str:
+    def _report_missing(self, key: str) -> str:
         leaders = range(0, self.world_size, self.group_size)
         try:
-            silent = [rank for rank in leaders if not self._store.check([f"{self._round}/rank/{rank}"])]
+            silent = [rank for rank in leaders if not self._watched_store.check([f"{self._round}/rank/{rank}"])]
+            missing = [rank for leader in silent for rank in range(leader, leader + self.group_size)]
+            message = (
+                f"Rank {self.rank} waited {self.timeout_s:.0f} s for the rollouts of ranks {missing}, which did not "
+                "finish. They have died or hang; their logs say why. If rollouts may take longer, raise `ddp_timeout`."
+            )
+            self._watched_store.set(key, message)
         except DistError:
             return STORE_LOST
-        missing = [rank for leader in silent for rank in range(leader, leader + self.group_size)]
-        return (
-            f"Rank {self.rank} waited {self.timeout_s:.0f} s for the rollouts of ranks {missing}, which did not "
-            "finish. They have died or hang; their logs say why. If rollouts may take longer, raise `ddp_timeout`."
-        )
+        return message
 
     def _delete_round(self, round_number: int) -> None:
         # Entering a round means that all ranks have left the one before it, so nobody reads the round before that.
