@@ -13,6 +13,7 @@ from accelerate.utils import is_peft_model
 from huggingface_hub import CommitInfo
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, TrainerCallback
+from transformers import trainer as transformers_trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, rotate_checkpoints
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer import grpo_trainer
@@ -21,7 +22,7 @@ from .drafter.checkpoint import DrafterSnapshot, load_drafter, run_facts, save_d
 from .drafter.dataset_tokens import count_tokens
 from .drafter.drafter_trainer import DrafterTrainer
 from .drafter.features import FeatureBuffer, FeatureRecorder
-from .drafter.hub import BackgroundPusher, acceptance_history, upload, write_model_card
+from .drafter.hub import BackgroundPusher, acceptance_history, positions, upload, write_model_card
 from .drafter.modeling_drafter import Drafter
 from .drafter.training_state import (
     FOLDER_NAME,
@@ -548,7 +549,7 @@ class TLTGRPOTrainer(GRPOTrainer):
         if self.args.should_save:
             provenance = self._provenance()
             save_drafter(self.drafter, output_dir, provenance)
-            name = self.args.drafter_hub_model_id or output_dir
+            name = self._drafter_repo_id if self.args.drafter_push_to_hub else output_dir
             write_model_card(output_dir, name, self.drafter.config, provenance, self._acceptance_history())
         return output_dir
 
@@ -635,7 +636,7 @@ class TLTGRPOTrainer(GRPOTrainer):
         history = self._acceptance_history()
         if history:
             last = history[-1]
-            by_position = [last[name] for name in sorted(last) if name.startswith("position_")]
+            by_position = [last[name] for name in positions([last])]
             facts |= {"acceptance_length": last["acceptance_length"], "acceptance_by_position": by_position}
         return run_facts() | facts
 
@@ -657,7 +658,7 @@ class TLTGRPOTrainer(GRPOTrainer):
         return output
 
     def _begin_drafter_push(self, local_copy: str, commit_message: str) -> None:
-        if not self.is_world_process_zero():
+        if not self.is_world_process_zero() or not self._drafter_pusher.accepts:
             return
         self._drafter_pusher.push(
             DrafterSnapshot.of(self.drafter),
@@ -682,22 +683,32 @@ class TLTGRPOTrainer(GRPOTrainer):
         if self.args.should_save:
             # Before the policy: from here on the checkpoint counts as torn until its drafter is whole.
             self._checkpoint_writer.clear(folder)
-        # Older checkpoints go, and this one is pushed, when it is whole; transformers would do both before.
         args = self.args
-        limit, push_to_hub = args.save_total_limit, args.push_to_hub
-        args.save_total_limit, args.push_to_hub = None, False
-        try:
+        with self._without_rotation_and_push():
             super()._save_checkpoint(model, trial)
-        finally:
-            args.save_total_limit, args.push_to_hub = limit, push_to_hub
         self.accelerator.wait_for_everyone()
         self._start_drafter_checkpoint(folder, run_dir)
-        if push_to_hub:
+        if args.push_to_hub:
             if args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
                 self._checkpoint_writer.join()
             self._push_from_checkpoint(os.path.dirname(folder))
         if args.drafter_push_to_hub and args.hub_strategy != HubStrategy.END:
             self._begin_drafter_push(folder, f"Training in progress, step {self.state.global_step}")
+
+    @contextmanager
+    def _without_rotation_and_push(self) -> Iterator[None]:
+        """
+        Older checkpoints go, and the new one is pushed, when its drafter is there. `Trainer._save_checkpoint` does it
+        before and offers no hook, so the two names are replaced for the time of the call only.
+        """
+        rotate = transformers_trainer.rotate_checkpoints
+        transformers_trainer.rotate_checkpoints = lambda **kwargs: None
+        self._push_from_checkpoint = lambda folder: None
+        try:
+            yield
+        finally:
+            transformers_trainer.rotate_checkpoints = rotate
+            del self._push_from_checkpoint
 
     def _start_drafter_checkpoint(self, folder: str, run_dir: str) -> None:
         """Copies what changes and leaves the writing to the background."""

@@ -86,6 +86,12 @@ def acceptance_history(log_history: Sequence[Mapping[str, Any]]) -> list[dict[st
     ]
 
 
+def positions(history: Sequence[Mapping[str, float]]) -> list[str]:
+    """Names of the positions of draft tokens in a history, in their order."""
+    names = {name for row in history for name in row if name.startswith("position_")}
+    return sorted(names, key=lambda name: int(name.removeprefix("position_")))
+
+
 def write_model_card(
     directory: str | os.PathLike,
     repo_id: str,
@@ -160,17 +166,17 @@ def _acceptance(history: Sequence[Mapping[str, float]]) -> str:
     """Tokens emitted per verification over the steps of the run: a picture where possible, and a table."""
     if not history:
         return ""
-    positions = sorted({name for row in history for name in row if name.startswith("position_")})
+    names = positions(history)
     stride = -(-len(history) // MAX_HISTORY_ROWS)
     # Counted from the end: the last step is the one that was saved.
     shown = history[::-1][::stride][::-1]
     lines = ["Acceptance in the rollouts of the run:", ""]
     if _plots(history):
         lines += [f"![acceptance over steps]({PLOT_NAME})", ""]
-    lines.append("| step | acceptance length | " + "".join(f"{_ordinal(name)} | " for name in positions))
-    lines.append("|---|---|" + "---|" * len(positions))
+    lines.append("| step | acceptance length | " + "".join(f"{_ordinal(name)} | " for name in names))
+    lines.append("|---|---|" + "---|" * len(names))
     for row in shown:
-        cells = [f"{row[name]:.2f}" if name in row else "" for name in positions]
+        cells = [f"{row[name]:.2f}" if name in row else "" for name in names]
         lines.append(f"| {row['step']} | {row['acceptance_length']:.3f} | " + "".join(f"{cell} | " for cell in cells))
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
@@ -268,8 +274,9 @@ class BackgroundPusher:
         self._last: Future | None = None
 
     @property
-    def is_busy(self) -> bool:
-        return self._last is not None and not self._last.done()
+    def accepts(self) -> bool:
+        """Whether a push would be begun now."""
+        return self.always or self._last is None or self._last.done()
 
     def push(
         self,
@@ -295,7 +302,7 @@ class BackgroundPusher:
         Returns:
             `bool`: Whether it was begun.
         """
-        if self.is_busy and not self.always:
+        if not self.accepts:
             return False
         self._last = self._executor.submit(self._push, snapshot, provenance, history, commit_message, local_copy)
         return True
