@@ -387,7 +387,9 @@ class TLTGRPOTrainer(GRPOTrainer):
     def _train_drafter(self, rollout_started_s: float) -> None:
         """Trains the drafter while other ranks are still generating or, on a single process, within its budget."""
         if self._straggler_wait is None:
-            self._note_training(self._train_within_budget(rollout_started_s))
+            # A budget of zero voids what a checkpoint of a run with another budget has left.
+            if self.args.drafter_time_budget:
+                self._note_training(self._train_within_budget(rollout_started_s))
             return
         with self._interval(WAITING):
             self._straggler_wait.announce()
