@@ -78,6 +78,12 @@ class TestWithoutVLLM:
         assert trainer.speculative is False and trainer.drafter_trainer is None
 
 
+def test_a_torn_drafter_is_refused(tmp_path):
+    trainer = object.__new__(TLTGRPOTrainer)
+    with pytest.raises(ValueError, match="not whole: .*complete.json is missing.* Resume from an older checkpoint"):
+        trainer._load_drafter_checkpoint(str(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
@@ -231,15 +237,17 @@ class TestWithTheRealEngine:
         policy = save_tiny_policy(tmp_path / "policy", vocab_size=64, num_layers=2)
         saving = {"save_strategy": "steps", "save_steps": 4}
         first = run_in_process(policy, tmp_path / "run", drafter_vocab_size=32, **saving)
-        # No step is left to take: what comes back is what was saved.
-        again = run_in_process(policy, tmp_path / "run", drafter_vocab_size=32, resume=True, **saving)
+        # transformers takes a step even where none is left; without a budget it leaves the drafter as it was saved.
+        again = run_in_process(
+            policy, tmp_path / "run", drafter_vocab_size=32, resume=True, drafter_time_budget=0.0, **saving
+        )
         assert first["drafter_steps"] > 0
         for name in ("drafter_steps", "drafter_sum", "draft_token_ids"):
             assert again[name] == first[name], name
         # Without drafter training the weights come back all the same; other draft lengths begin a new selector.
         frozen = run_in_process(policy, tmp_path / "run", drafter_vocab_size=32, resume=True, train_drafter=False)
         assert frozen["drafter_sum"] == first["drafter_sum"]
-        other = {"drafter_vocab_size": 32, "resume": True, "draft_token_choices": [1, 4]}
+        other = {"drafter_vocab_size": 32, "resume": True, "draft_token_choices": [1, 4], "drafter_time_budget": 0.0}
         assert run_in_process(policy, tmp_path / "run", **other)["drafter_sum"] == first["drafter_sum"]
         longer = run_in_process(policy, tmp_path / "run", drafter_vocab_size=32, resume=True, max_steps=8, **saving)
         assert longer["drafter_steps"] > first["drafter_steps"]

@@ -25,8 +25,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _add_engine_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True, help="folder or Hub id of the policy")
+    _add_policy_options(parser)
     parser.add_argument("--prompts", required=True, type=Path, help="JSONL, one prompt a line under the key 'prompt'")
+
+
+def _add_policy_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", required=True, help="folder or Hub id of the policy")
     parser.add_argument("--max_completion_length", type=int, default=256, help="tokens per answer at most")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
@@ -49,17 +53,50 @@ def read_prompts(path: Path, tokenizer) -> list[list[int]]:
         row = json.loads(line)
         if "prompt" not in row:
             raise ValueError(f"{path}, line {number}: no key 'prompt', only {sorted(row)}.")
-        prompt = row["prompt"]
-        if isinstance(prompt, str):
-            prompts.append(tokenizer(prompt)["input_ids"])
-        else:
-            rendered = tokenizer.apply_chat_template(
-                prompt, add_generation_prompt=True, tokenize=True, return_dict=True
-            )
-            prompts.append(rendered["input_ids"])
+        prompts.append(_prompt_ids(row["prompt"], tokenizer))
     if not prompts:
         raise ValueError(f"{path} holds no prompts.")
     return prompts
+
+
+def _prompt_ids(prompt: str | list[dict], tokenizer) -> list[int]:
+    if isinstance(prompt, str):
+        return tokenizer(prompt)["input_ids"]
+    rendered = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)
+    return rendered["input_ids"]
+
+
+def read_dataset_prompts(name: str, split: str, column: str, tokenizer) -> list[list[int]]:
+    """
+    Token ids of the prompts of a data set, tokenised as by [`read_prompts`].
+
+    Args:
+        name (`str`):
+            Hub id, or a folder or JSON, JSONL or Parquet file of this machine.
+        split (`str`):
+            Split of the data set.
+        column (`str`):
+            Column that holds texts or lists of messages.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            Tokenizer of the policy.
+    """
+    from datasets import load_dataset
+
+    file_types = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+    path = Path(name)
+    if path.is_file():
+        if path.suffix not in file_types:
+            raise ValueError(f"--dataset {name}: a file must end in {', '.join(file_types)}.")
+        dataset = load_dataset(file_types[path.suffix], data_files=name, split=split)
+    else:
+        dataset = load_dataset(name, split=split)
+    if column not in dataset.column_names:
+        raise ValueError(
+            f"The data set {name} has no column {column!r}, only {dataset.column_names}. Name it with --prompt_column."
+        )
+    if not len(dataset):
+        raise ValueError(f"The data set {name} holds no prompts.")
+    return [_prompt_ids(prompt, tokenizer) for prompt in dataset[column]]
 
 
 # ---- warmup -------------------------------------------------------------------------------------------------------
@@ -67,7 +104,12 @@ def read_prompts(path: Path, tokenizer) -> list[list[int]]:
 
 def _add_warmup(commands) -> None:
     parser = commands.add_parser("warmup", help="make a first drafter from a policy's own answers")
-    _add_engine_options(parser)
+    _add_policy_options(parser)
+    prompts = parser.add_mutually_exclusive_group(required=True)
+    prompts.add_argument("--prompts", type=Path, help="JSONL, one prompt a line under the key 'prompt'")
+    prompts.add_argument("--dataset", help="Hub id, folder or file that `datasets.load_dataset` takes")
+    parser.add_argument("--dataset_split", default="train")
+    parser.add_argument("--prompt_column", default="prompt", help="column of the data set, texts or messages")
     parser.add_argument("--output", required=True, type=Path, help="folder for the drafter")
     parser.add_argument("--tokens", type=int, default=80_000, help="tokens of answers to sample and learn from")
     parser.add_argument("--epochs", type=float, default=6.0, help="passes over them")
@@ -84,12 +126,16 @@ def run_warmup(args: argparse.Namespace) -> int:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from .drafter.checkpoint import save_drafter
+    from .drafter.checkpoint import run_facts, save_drafter
+    from .drafter.hub import write_model_card
     from .drafter.warmup import warm_up_drafter
     from .generation.standalone import build_llm
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    prompts = read_prompts(args.prompts, tokenizer)
+    if args.prompts is not None:
+        prompts = read_prompts(args.prompts, tokenizer)
+    else:
+        prompts = read_dataset_prompts(args.dataset, args.dataset_split, args.prompt_column, tokenizer)
     max_model_len = max(map(len, prompts)) + args.max_completion_length
     llm = build_llm(args.model, max_num_seqs=args.max_num_seqs, max_model_len=max_model_len, seed=args.seed)
     sequences = _sample_answers(llm, prompts, args)
@@ -109,8 +155,19 @@ def run_warmup(args: argparse.Namespace) -> int:
         temperature=args.temperature,
         seed=args.seed,
     )
-    provenance = {"policy": args.model, "command": sys.argv, "held_out": metrics}
+    # Both are missing when no answer held out is long enough.
+    positions = [f"acceptance_{step}" for step in range(1, args.unroll_steps + 1)]
+    by_position = [metrics[name] for name in positions if name in metrics]
+    provenance = run_facts() | {
+        "policy": args.model,
+        "policy_revision": policy.config._commit_hash,
+        "tokens_trained": int(metrics["tokens_trained"]),
+        "acceptance_length": metrics.get("acceptance_length"),
+        "acceptance_by_position": by_position,
+        "held_out": metrics,
+    }
     save_drafter(drafter, args.output, provenance)
+    write_model_card(args.output, str(args.output), drafter.config, provenance)
     print(json.dumps({"output": str(args.output), **{name: round(value, 4) for name, value in metrics.items()}}))
     return 0
 

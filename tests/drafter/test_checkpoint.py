@@ -5,6 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tlt_trl.drafter import Drafter, load_drafter, save_drafter
+from tlt_trl.drafter.checkpoint import DrafterSnapshot, run_facts, without_secrets
 
 
 @pytest.fixture
@@ -67,7 +68,99 @@ def test_loading_leaves_the_random_state_alone(saved, policy):
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("reduced", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_save_pretrained_is_the_layout_of_the_engines(make_policy, tmp_path, tied, reduced, dtype):
+    policy = make_policy(tied=tied)
+    drafter = Drafter.from_policy(policy, torch.arange(64) if reduced else None)
+    drafter.save_pretrained(tmp_path, dtype=dtype, provenance={"policy": "tiny"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["model_type"] == "llama"
+    assert config["dtype"] == str(dtype).removeprefix("torch.") and "auto_map" not in config
+    assert config["draft_vocab_size"] == (64 if reduced else 128) and config["tie_word_embeddings"] is False
+    weights = load_file(tmp_path / "model.safetensors")
+    assert ("d2t" in weights) == reduced and "embed_tokens.weight" not in weights
+    assert weights["fc.weight"].dtype == dtype
+    loaded = Drafter.from_pretrained(tmp_path, policy.config, dtype=dtype)
+    assert loaded.config.dtype == dtype
+    assert_equal(loaded, drafter.to(dtype))
+    provenance = json.loads((tmp_path / "provenance.json").read_text())
+    assert provenance["policy"] == "tiny" and provenance["versions"]["torch"] and provenance["command"]
+
+
+def test_other_dtypes_are_refused(make_drafter, tmp_path):
+    with pytest.raises(ValueError, match="not in torch.int8"):
+        make_drafter().save_pretrained(tmp_path, dtype=torch.int8)
+
+
+def test_from_pretrained_refuses_another_policy(saved, make_policy):
+    with pytest.raises(ValueError, match="hidden_size=64, but the policy has hidden_size=32"):
+        Drafter.from_pretrained(saved[1], make_policy(hidden_size=32, head_dim=16).config)
+
+
+def test_what_is_read_back_is_compared(make_drafter, tmp_path, monkeypatch):
+    def lose_a_bit(weights, path, metadata):
+        save_file(weights | {"norm.weight": weights["norm.weight"] + 1e-3}, path, metadata=metadata)
+
+    save_drafter(make_drafter(), tmp_path, {})
+    before = (tmp_path / "model.safetensors").read_bytes()
+    monkeypatch.setattr("tlt_trl.drafter.checkpoint.save_file", lose_a_bit)
+    with pytest.raises(OSError, match="Tensors that differ: norm.weight"):
+        save_drafter(make_drafter(), tmp_path, {})
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+
+
+def test_a_snapshot_does_not_follow_the_drafter(make_drafter, policy, tmp_path):
+    drafter = make_drafter()
+    snapshot = DrafterSnapshot.of(drafter)
+    untouched = make_drafter()
+    for parameter in drafter.parameters():
+        parameter.data.zero_()
+    snapshot.write(tmp_path, {})
+    assert_equal(load_drafter(tmp_path, policy.config), untouched)
+
+
+def test_secrets_of_the_command_line_are_not_kept(monkeypatch):
+    command = [
+        "train.py",
+        "--hub_token",
+        "abc",
+        "--max_completion_tokens",
+        "7",
+        "--wandb_api_key=xyz",
+        "hf_abcdefghij",
+    ]
+    expected = ["train.py", "--hub_token", "***", "--max_completion_tokens", "7", "--wandb_api_key=***", "***"]
+    assert without_secrets(command) == expected
+    monkeypatch.setattr("sys.argv", command)
+    assert run_facts()["command"] == expected
+
+
 class TestForeignHeads:
+    def test_layout_of_the_authors(self, saved, policy):
+        # Neither layer ids nor sizes of the target, no t2d needed, rope in the keys of transformers 4.
+        drafter, directory = saved
+        edit_weights(directory, lambda weights: weights.pop("t2d"))
+        config = json.loads((directory / "config.json").read_text())
+        names = ("hidden_size", "intermediate_size", "vocab_size", "draft_vocab_size", "num_attention_heads")
+        names += ("num_key_value_heads", "num_hidden_layers", "rms_norm_eps", "rope_theta", "max_position_embeddings")
+        (directory / "config.json").write_text(json.dumps({name: config[name] for name in names}))
+        loaded = load_drafter(directory, policy.config)
+        assert_equal(loaded, drafter)
+        assert loaded.config.rope_parameters["rope_theta"] == 5000.0
+        with pytest.raises(ValueError, match="pass `policy_config`"):
+            load_drafter(directory)
+
+    def test_layer_ids_as_sglang_counts_them(self, saved, policy):
+        _, directory = saved
+        edit_config(
+            directory,
+            eagle_aux_hidden_state_layer_ids=None,
+            eagle_config={"eagle_aux_hidden_state_layer_ids": [-1, 1, 2], "use_aux_hidden_state": True},
+        )
+        assert load_drafter(directory, policy.config).config.eagle_aux_hidden_state_layer_ids == [0, 2, 3]
+
     def test_specforge_layout(self, saved, policy):
         drafter, directory = saved
 
@@ -132,6 +225,15 @@ class TestDamage:
 
     def test_mapping_outside_the_vocabulary(self, saved, policy):
         edit_weights(saved[1], lambda weights: weights["d2t"].add_(1000))
+        with pytest.raises(ValueError, match="outside the vocabulary of 128"):
+            load_drafter(saved[1], policy.config)
+
+    def test_mapping_outside_the_vocabulary_without_its_inverse(self, saved, policy):
+        def edit(weights):
+            weights["d2t"] += 1000
+            del weights["t2d"]
+
+        edit_weights(saved[1], edit)
         with pytest.raises(ValueError, match="outside the vocabulary of 128"):
             load_drafter(saved[1], policy.config)
 

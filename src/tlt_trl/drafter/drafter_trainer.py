@@ -287,13 +287,18 @@ class DrafterTrainer:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Optimiser, counters and generator. The weights are saved by [`~tlt_trl.drafter.checkpoint.save_drafter`]."""
+        """
+        Optimiser, counters, generator and step times. The weights are saved by
+        [`~tlt_trl.drafter.checkpoint.save_drafter`].
+        """
         return {
             "optimizer": self.optimizer.state_dict(),
             "generator": self.generator.get_state(),
             "steps": self.steps,
             "tokens_trained": self.tokens_trained,
             "dropped_batches": self.dropped_batches,
+            "step_seconds": self._step_seconds,
+            "token_seconds": self._token_seconds,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -302,6 +307,8 @@ class DrafterTrainer:
         self.steps = state["steps"]
         self.tokens_trained = state["tokens_trained"]
         self.dropped_batches = state["dropped_batches"]
+        self._step_seconds = state["step_seconds"]
+        self._token_seconds = state["token_seconds"]
 
     def _loss(self, batch: PackedBatch) -> tuple[Tensor, dict[str, float]]:
         """Loss of one packed batch and its metrics."""

@@ -5,7 +5,7 @@ Answers that finish early are short, so a buffer that forgot the previous step w
 long answers that it must speed up (TLT, arXiv 2511.16665).
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -144,17 +144,31 @@ class FeatureBuffer:
         return [entry.sample for entry in batch]
 
     def state_dict(self) -> dict[str, Any]:
-        """Meta-data only: features are recorded anew by the first step after a resume."""
+        """
+        Counters and content. The tensors are the buffer's own: they are never changed in place, so the state can be
+        written later than it is taken.
+        """
+        entries = [{**vars(entry.sample), "uses": entry.uses, "serial": entry.serial} for entry in self._entries]
         return {
             "current_step": self.current_step,
             "num_added": self.num_added,
             "num_rejected": self.num_rejected,
+            "entries": entries,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on with a saved state. What does not fit into a buffer that has become smaller is dropped as usual."""
         self.current_step = state["current_step"]
         self.num_added = state["num_added"]
         self.num_rejected = state["num_rejected"]
+        names = [spec.name for spec in fields(FeatureSample)]
+        self._keep(
+            [
+                _Entry(FeatureSample(**{name: entry[name] for name in names}), entry["uses"], entry["serial"])
+                for entry in state["entries"]
+            ]
+        )
+        self._evict()
 
     def _keep(self, entries: list[_Entry]) -> None:
         self._entries = entries

@@ -5,9 +5,13 @@ Position t sees the policy's states at t and the embedding of token t+1, and pre
 names are those of EAGLE-3 checkpoints, so the state dict is the file the engines load.
 """
 
-from collections.abc import Iterable
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
+from huggingface_hub import CommitInfo
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PretrainedConfig, PreTrainedModel
@@ -225,6 +229,100 @@ class Drafter(PreTrainedModel):
             if self.has_full_vocabulary and name in ("d2t", "t2d"):
                 continue
             yield name, tensor.detach()
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike,
+        *,
+        dtype: torch.dtype | None = None,
+        provenance: Mapping[str, Any] | None = None,
+        push_to_hub: bool = False,
+        repo_id: str | None = None,
+        **hub_kwargs: Any,
+    ) -> None:
+        """
+        Saves the drafter in the EAGLE-3 layout that vLLM and SGLang load as it is, and reads it back.
+
+        Args:
+            save_directory (`str` or `os.PathLike`):
+                Folder to write to, made when missing.
+            dtype (`torch.dtype`, *optional*):
+                Dtype of the saved weights. Defaults to the one they have.
+            provenance (`Mapping[str, Any]`, *optional*):
+                What it was trained from, kept in `provenance.json` beside versions and command line.
+            push_to_hub (`bool`, *optional*, defaults to `False`):
+                Whether to push the folder to the Hub as well.
+            repo_id (`str`, *optional*):
+                Repository to push to. Defaults to the name of the folder.
+            **hub_kwargs:
+                Arguments of [`~Drafter.push_to_hub`].
+        """
+        from .checkpoint import run_facts, save_drafter
+        from .hub import upload
+
+        save_drafter(self, save_directory, {**run_facts(), **(provenance or {})}, dtype)
+        if push_to_hub:
+            upload(save_directory, repo_id or os.path.basename(os.path.abspath(save_directory)), **hub_kwargs)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike,
+        policy_config: PretrainedConfig | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
+        revision: str | None = None,
+        token: str | bool | None = None,
+    ) -> "Drafter":
+        """
+        Loads a drafter from a folder or from the Hub, see [`~tlt_trl.drafter.checkpoint.load_drafter`].
+
+        Args:
+            pretrained_model_name_or_path (`str` or `os.PathLike`):
+                Folder or Hub id of an EAGLE-3 head in safetensors.
+            policy_config ([`~transformers.PretrainedConfig`], *optional*):
+                Configuration of the policy it shall draft for, checked when given.
+            dtype (`torch.dtype`, *optional*, defaults to `torch.float32`):
+                Dtype of the parameters. Training needs fp32.
+            revision (`str`, *optional*):
+                Branch, tag or commit on the Hub.
+            token (`str` or `bool`, *optional*):
+                Token for the Hub.
+        """
+        from .checkpoint import load_drafter
+
+        return load_drafter(pretrained_model_name_or_path, policy_config, dtype=dtype, revision=revision, token=token)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        dtype: torch.dtype | None = None,
+        provenance: Mapping[str, Any] | None = None,
+        **hub_kwargs: Any,
+    ) -> CommitInfo:
+        """
+        Pushes the drafter and a model card to a repository of its own on the Hub.
+
+        Args:
+            repo_id (`str`):
+                Repository, made when missing.
+            dtype, provenance:
+                As in [`~Drafter.save_pretrained`].
+            **hub_kwargs:
+                `private`, `revision`, `token` and `commit_message`, see [`~tlt_trl.drafter.hub.upload`].
+
+        Returns:
+            [`~huggingface_hub.CommitInfo`]: The commit.
+        """
+        from .checkpoint import run_facts
+        from .hub import upload, write_model_card
+
+        provenance = {**run_facts(), **(provenance or {})}
+        with tempfile.TemporaryDirectory(prefix="tlt-trl-push-") as folder:
+            self.save_pretrained(folder, dtype=dtype, provenance=provenance)
+            write_model_card(folder, repo_id, self.config, provenance)
+            return upload(folder, repo_id, **hub_kwargs)
 
     def check_fits(self, policy_config: PretrainedConfig) -> None:
         """Raises a `ValueError` that names the field when this drafter cannot draft for a policy."""

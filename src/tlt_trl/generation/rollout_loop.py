@@ -125,6 +125,7 @@ class RolloutLoop:
         """
         if self.learning:
             self.selector.start_rollout()
+        self._context_tokens = 0  # what the last rollout ended with is gone
         finished = []
         while self.engine.has_unfinished_requests():
             outputs, step = self.engine.step()

@@ -5,7 +5,9 @@ The commonest failure in the field is a run that got slower because nothing is a
 once, loudly, with what to do, and is a metric (`tlt/alarm/<name>`) for as long as it lasts.
 """
 
+import copy
 import logging
+from typing import Any
 
 
 logger = logging.getLogger(__name__)
@@ -108,3 +110,11 @@ class Alarms:
     def metrics(self) -> dict[str, float]:
         """`tlt/alarm/<name>`: 1.0 while active, else 0.0."""
         return {f"tlt/alarm/{name}": float(active) for name, active in self.active.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to warn when this one would have."""
+        return copy.deepcopy(vars(self))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores what `state_dict` returned."""
+        vars(self).update(copy.deepcopy(state))

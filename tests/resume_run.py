@@ -1,0 +1,116 @@
+"""
+Run by `test_resume.py` in processes of their own: trains on the tiny policy, writes down what a resume must restore.
+
+Usage: resume_run.py POLICY_DIR OUTPUT_DIR JSON_FILE KWARGS_AS_JSON; with several processes each writes JSON_FILE.RANK.
+
+Times steer how long the drafter is trained and what the selector learns, so here a clock is injected that only work
+moves on: 10 ms per optimiser step of the drafter, 5 ms per engine step. Everything else is the real thing.
+"""
+
+import hashlib
+import itertools
+import json
+import sys
+import time
+from types import SimpleNamespace
+
+import torch
+
+from tests.test_tlt_grpo_trainer import arguments, prompts, text_reward
+from tlt_trl import TLTGRPOConfig, TLTGRPOTrainer, tlt_grpo_trainer
+from tlt_trl.drafter import DrafterTrainer, drafter_trainer
+from tlt_trl.generation import engine, speculative_generation
+from tlt_trl.idle import spot_training
+
+
+class Clock:
+    def __init__(self):
+        self.now_s = 100.0
+
+    def advance_after(self, function, seconds):
+        def advancing(*args, **kwargs):
+            result = function(*args, **kwargs)
+            self.now_s += seconds
+            return result
+
+        return advancing
+
+
+def inject_clock() -> Clock:
+    clock = Clock()
+    fake = SimpleNamespace(**{**vars(time), "perf_counter": lambda: clock.now_s})
+    for module in (tlt_grpo_trainer, drafter_trainer, engine, speculative_generation):
+        module.time = fake
+    DrafterTrainer.step = clock.advance_after(DrafterTrainer.step, 0.01)
+    return clock
+
+
+def fixed_idle_time(num_steps: int) -> None:
+    """Each rank finds time for so many optimiser steps, then waits for the others as usual."""
+    train = spot_training.train_until_all_finished
+
+    def train_for_fixed_steps(trainer, wait, *args, **kwargs):
+        calls = itertools.count()
+        train_for = trainer.train_for
+        trainer.train_for = lambda *_, **__: train_for(float("inf"), stop=lambda: next(calls) >= num_steps)
+        wait.all_finished = lambda: False
+        try:
+            return train(trainer, wait, *args, **kwargs)
+        finally:
+            del trainer.train_for, wait.all_finished
+
+    tlt_grpo_trainer.train_until_all_finished = train_for_fixed_steps
+
+
+def digest(tensors) -> str:
+    sha = hashlib.sha256()
+    for tensor in tensors:
+        sha.update(tensor.detach().cpu().flatten().contiguous().view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()
+
+
+def main(policy_dir: str, output_dir: str, json_file: str, kwargs: str) -> None:
+    kwargs = json.loads(kwargs)
+    resume = kwargs.pop("resume", None)
+    clock = inject_clock()
+    args = arguments(
+        TLTGRPOConfig,
+        output_dir,
+        **{
+            "use_vllm": True,
+            "vllm_mode": "colocate",
+            "vllm_max_model_length": 64,
+            "vllm_engine_kwargs": {"enforce_eager": True, "dtype": "float32", "kv_cache_memory_bytes": 2**28},
+            "gradient_accumulation_steps": 2,
+            "drafter_time_budget": 0.5,
+            "max_steps": 6,
+            "save_strategy": "steps",
+            "save_steps": 3,
+        }
+        | kwargs,
+    )
+    trainer = TLTGRPOTrainer(policy_dir, text_reward, args, prompts())
+    llm_engine = trainer.vllm_generation.llm.llm_engine
+    llm_engine.step = clock.advance_after(llm_engine.step, 0.005)
+    rank, ranks = trainer.accelerator.process_index, trainer.accelerator.num_processes
+    if ranks > 1:
+        fixed_idle_time(num_steps=2 + rank)
+    trainer.train(resume_from_checkpoint=resume)
+    state = trainer.drafter_trainer.optimizer.state_dict()["state"]
+    result = {
+        "logs": [log for log in trainer.state.log_history if "loss" in log],
+        "policy": digest(trainer.model.parameters()),
+        "drafter": digest(trainer.drafter.parameters()),
+        "optimizer": digest(state[i][name] for i in sorted(state) for name in sorted(state[i])),
+        "generator": trainer.drafter_trainer.generator.get_state().tolist(),
+        "drafter_steps": trainer.drafter_trainer.steps,
+        "drafter_tokens": trainer._drafter_tokens,
+        "buffer": digest(sample.aux_hidden_states for sample in trainer.feature_buffer.samples),
+        "selector": trainer.vllm_generation.rollout_loop.selector.state_dict(),
+    }
+    with open(json_file if ranks == 1 else f"{json_file}.{rank}", "w") as file:
+        json.dump(result, file)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
