@@ -463,6 +463,7 @@ class TLTGRPOTrainer(GRPOTrainer):
             dropped_batches=metrics["tlt/drafter/dropped_batches"],
             failures=metrics["tlt/drafter/failures"],
         )
+        self._drafter_tokens += int(metrics["tlt/drafter_tokens"])
         for name, value in metrics.items():
             self._metrics["train"][name].append(value)
 
