@@ -53,10 +53,11 @@ def fixed_idle_time(num_steps: int) -> None:
         calls = itertools.count()
         train_for = trainer.train_for
         trainer.train_for = lambda *_, **__: train_for(float("inf"), stop=lambda: next(calls) >= num_steps)
+        wait.all_finished = lambda: False
         try:
             return train(trainer, wait, *args, **kwargs)
         finally:
-            del trainer.train_for
+            del trainer.train_for, wait.all_finished
 
     tlt_grpo_trainer.train_until_all_finished = train_for_fixed_steps
 

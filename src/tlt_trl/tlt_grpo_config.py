@@ -95,15 +95,6 @@ class TLTGRPOConfig(GRPOConfig):
             default it does where the accelerator is not the CPU and no reward function is a model.
         timeline (`bool`, *optional*, defaults to `False`):
             Whether every rank writes what it did when to `<output_dir>/timeline/rank_<n>.jsonl`.
-
-        > Parameters that control the drafter's saving
-
-        drafter_push_to_hub (`bool`, *optional*, defaults to `False`):
-            Whether to push the drafter to the Hub at the end of training and, as `hub_strategy` says, at every save.
-            `hub_token`, `hub_private_repo`, `hub_revision` and `hub_always_push` apply. A push that fails is reported
-            and does not stop training.
-        drafter_hub_model_id (`str`, *optional*):
-            Repository of the drafter. Defaults to `hub_model_id` (or the name of `output_dir`) with `-drafter` added.
     """
 
     _VALID_DICT_FIELDS = GRPOConfig._VALID_DICT_FIELDS + ["vllm_engine_kwargs"]

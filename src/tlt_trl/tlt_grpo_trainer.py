@@ -38,7 +38,7 @@ from .generation.speculative_generation import SpeculativeVLLMGeneration
 from .idle.averaging import average_by_tokens, check_identical
 from .idle.spot_training import MAX_STEP_S, BackgroundTraining, train_safely, train_until_all_finished
 from .idle.straggler_wait import StragglerWait
-from .strategy import Strategy, bucket_edges, describe, ledger_metrics, make_selector
+from .strategy import Strategy, make_selector
 from .telemetry.metrics import (
     add_training_vectors,
     rollout_metrics,
@@ -463,7 +463,6 @@ class TLTGRPOTrainer(GRPOTrainer):
             dropped_batches=metrics["tlt/drafter/dropped_batches"],
             failures=metrics["tlt/drafter/failures"],
         )
-        self._drafter_tokens += int(metrics["tlt/drafter_tokens"])
         for name, value in metrics.items():
             self._metrics["train"][name].append(value)
 
@@ -718,9 +717,7 @@ class TLTGRPOTrainer(GRPOTrainer):
         rank_state = None if self.args.save_only_model else self._rank_state()
         if not self.args.should_save:
             return self._checkpoint_writer.start(folder, rank_state)
-        optimizer_state = rotate = None
-        if rank_state is not None and self.drafter_trainer is not None:
-            optimizer_state = cpu_copy(self.drafter_trainer.optimizer.state_dict())
+        rotate = None
         if self.args.save_total_limit is not None:
             rotate = functools.partial(
                 rotate_checkpoints,
@@ -729,9 +726,7 @@ class TLTGRPOTrainer(GRPOTrainer):
                 self.state.best_model_checkpoint,
                 use_mtime=True,
             )
-        self._checkpoint_writer.start(
-            folder, rank_state, DrafterSnapshot.of(self.drafter), optimizer_state, self._provenance(), rotate
-        )
+        self._checkpoint_writer.start(folder, rank_state, DrafterSnapshot.of(self.drafter), self._provenance(), rotate)
 
     def _rank_state(self) -> dict:
         """What this rank needs beside the weights to go on as if it had not been interrupted."""
@@ -744,9 +739,10 @@ class TLTGRPOTrainer(GRPOTrainer):
             "since_rollout_s": self._last_rollout_end_s and time.perf_counter() - self._last_rollout_end_s,
         }
         if self.drafter_trainer is not None:
-            trainer = self.drafter_trainer.state_dict()
-            del trainer["optimizer"]
-            state |= {"trainer": cpu_copy(trainer), "buffer": self.feature_buffer.state_dict()}
+            state |= {
+                "trainer": cpu_copy(self.drafter_trainer.state_dict()),
+                "buffer": self.feature_buffer.state_dict(),
+            }
         return state
 
     def _finalize_training(self, *args, **kwargs):
@@ -782,9 +778,7 @@ class TLTGRPOTrainer(GRPOTrainer):
             )
         self._load_drafter_weights(folder)
         writer = self._checkpoint_writer
-        optimizer_state, state = load_training_state(folder, writer.rank, writer.ranks)
-        if self.drafter_trainer is not None and optimizer_state is not None:
-            self.drafter_trainer.optimizer.load_state_dict(optimizer_state)
+        state = load_training_state(folder, writer.rank, writer.ranks)
         if state is None:
             return
         self.vllm_generation.alarms.load_state_dict(state["alarms"])
@@ -793,7 +787,7 @@ class TLTGRPOTrainer(GRPOTrainer):
         if state["since_rollout_s"] is not None:
             self._last_rollout_end_s = time.perf_counter() - state["since_rollout_s"]
         if self.drafter_trainer is not None and "trainer" in state:
-            self.drafter_trainer.load_state_dict(state["trainer"] | {"optimizer": optimizer_state})
+            self.drafter_trainer.load_state_dict(state["trainer"])
             self.feature_buffer.load_state_dict(state["buffer"])
         try:
             self.vllm_generation.rollout_loop.selector.load_state_dict(json.loads(state["selector"]))

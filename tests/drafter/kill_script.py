@@ -37,10 +37,10 @@ def make_drafter() -> Drafter:
     return Drafter(DrafterConfig.from_policy_config(POLICY_CONFIG))
 
 
-def states(step: int) -> tuple[dict, dict]:
+def rank_state(step: int) -> dict:
     optimizer = {"state": {i: {"exp_avg": torch.full((50_000,), float(step))} for i in range(4)}}
     rank = {"step": step, "buffer": [torch.full((100_000,), step, dtype=torch.bfloat16) for _ in range(4)]}
-    return optimizer, rank
+    return {"optimizer": optimizer, **rank}
 
 
 def save_for_ever(output_dir: Path, step: int) -> None:
@@ -58,9 +58,8 @@ def save_for_ever(output_dir: Path, step: int) -> None:
         with torch.no_grad():
             for parameter in drafter.parameters():
                 parameter.fill_(float(step))
-        optimizer, rank = states(step)
         rotate = functools.partial(rotate_checkpoints, str(output_dir), 2)
-        writer.start(folder, rank, DrafterSnapshot.of(drafter), optimizer, {"step": step}, rotate)
+        writer.start(folder, rank_state(step), DrafterSnapshot.of(drafter), {"step": step}, rotate)
 
 
 def resume(output_dir: Path) -> int:
@@ -70,12 +69,11 @@ def resume(output_dir: Path) -> int:
     assert checkpoint.name == f"checkpoint-{step}"
     drafter = load_drafter(checkpoint / "drafter", POLICY_CONFIG)
     assert all(bool((parameter == float(step)).all()) for parameter in drafter.parameters())
-    optimizer, rank = load_training_state(checkpoint / "drafter", 0, [0])
-    wanted_optimizer, wanted_rank = states(step)
-    for i, state in wanted_optimizer["state"].items():
-        assert torch.equal(optimizer["state"][i]["exp_avg"], state["exp_avg"])
-    assert rank["step"] == step
-    assert all(map(torch.equal, rank["buffer"], wanted_rank["buffer"]))
+    state, wanted = load_training_state(checkpoint / "drafter", 0, [0]), rank_state(step)
+    for i, moments in wanted["optimizer"]["state"].items():
+        assert torch.equal(state["optimizer"]["state"][i]["exp_avg"], moments["exp_avg"])
+    assert state["step"] == step
+    assert all(map(torch.equal, state["buffer"], wanted["buffer"]))
     return step
 
 

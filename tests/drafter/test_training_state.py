@@ -29,7 +29,7 @@ def snapshot(make_drafter):
 def save(folder, snapshot, ranks=(0,), then=None):
     writer = CheckpointWriter(0, ranks)
     writer.clear(folder)
-    writer.start(folder, STATE, snapshot, {"lr": torch.tensor(1.0)}, {"policy": "tiny"}, then)
+    writer.start(folder, STATE, snapshot, {"policy": "tiny"}, then)
     return writer
 
 
@@ -44,8 +44,7 @@ class TestCheckpointWriter:
     def test_round_trip(self, tmp_path, snapshot):
         save(tmp_path / "drafter", snapshot).join()
         assert what_is_missing(tmp_path / "drafter") is None
-        optimizer, state = load_training_state(tmp_path / "drafter", 0, [0])
-        assert optimizer["lr"] == 1.0
+        state = load_training_state(tmp_path / "drafter", 0, [0])
         assert torch.equal(state["numbers"], STATE["numbers"]) and state["names"] == ["a"]
         assert not list(tmp_path.rglob("*.partial"))
 
@@ -70,7 +69,7 @@ class TestCheckpointWriter:
 
     def test_a_deleted_checkpoint_is_not_made_again_and_the_error_is_raised(self, tmp_path, snapshot, caplog):
         writer = CheckpointWriter(0, [0])
-        writer.start(tmp_path / "gone" / "drafter", STATE, snapshot, None, {})
+        writer.start(tmp_path / "gone" / "drafter", STATE, snapshot, {})
         with pytest.raises((OSError, RuntimeError)):
             writer.join()
         assert not (tmp_path / "gone").exists()
@@ -80,15 +79,14 @@ class TestCheckpointWriter:
     def test_weights_only(self, tmp_path, snapshot):
         writer = CheckpointWriter(0, [0])
         writer.clear(tmp_path / "drafter")
-        writer.start(tmp_path / "drafter", None, snapshot, None, {})
+        writer.start(tmp_path / "drafter", None, snapshot, {})
         writer.join()
         assert what_is_missing(tmp_path / "drafter") is None
-        assert load_training_state(tmp_path / "drafter", 0, [0]) == (None, None)
+        assert load_training_state(tmp_path / "drafter", 0, [0]) is None
 
     def test_other_ranks_begin_anew(self, tmp_path, snapshot, caplog):
         save(tmp_path / "drafter", snapshot).join()
-        optimizer, state = load_training_state(tmp_path / "drafter", 0, [0, 1])
-        assert optimizer is not None and state is None
+        assert load_training_state(tmp_path / "drafter", 0, [0, 1]) is None
         assert "ranks [0], this run has ranks [0, 1]" in caplog.text
 
 

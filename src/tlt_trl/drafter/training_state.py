@@ -4,8 +4,7 @@ The drafter's part of a trainer checkpoint: written in the background, and recog
 ```text
 checkpoint-N/drafter/
   config.json, model.safetensors, provenance.json   what the engines load, see `checkpoint.py`
-  training/optimizer.pt                             the same on all ranks between two rollouts
-  training/rank_<i>.pt                              counters, random state, selector and feature buffer of a rank
+  training/rank_<i>.pt                              optimiser, random state, selector, feature buffer … of a rank
   training/complete.json                            written last by the rank that writes the drafter
 ```
 
@@ -34,7 +33,6 @@ logger = logging.getLogger(__name__)
 
 FOLDER_NAME = "drafter"
 TRAINING_NAME = "training"
-OPTIMIZER_NAME = "optimizer.pt"
 COMPLETE_NAME = "complete.json"
 # Other ranks write at the same time; one that takes longer than this has most likely died.
 RANKS_TIMEOUT_S = 600.0
@@ -70,7 +68,6 @@ class CheckpointWriter:
         folder: str | os.PathLike,
         rank_state: Mapping[str, Any] | None,
         drafter: DrafterSnapshot | None = None,
-        optimizer_state: Mapping[str, Any] | None = None,
         provenance: Mapping[str, Any] | None = None,
         then: Callable[[], None] | None = None,
     ) -> None:
@@ -84,8 +81,6 @@ class CheckpointWriter:
                 State of this rank. `None` saves weights only.
             drafter ([`~tlt_trl.drafter.checkpoint.DrafterSnapshot`], *optional*):
                 The drafter, on the rank that writes it.
-            optimizer_state (`Mapping[str, Any]`, *optional*):
-                State of its optimiser.
             provenance (`Mapping[str, Any]`, *optional*):
                 Content of `provenance.json`.
             then (`Callable[[], None]`, *optional*):
@@ -93,7 +88,7 @@ class CheckpointWriter:
                 older checkpoints.
         """
         self.join()
-        arguments = (Path(folder), rank_state, drafter, optimizer_state, provenance, then)
+        arguments = (Path(folder), rank_state, drafter, provenance, then)
         self._pending = self._executor.submit(self._write, *arguments)
 
     def join(self) -> None:
@@ -102,15 +97,13 @@ class CheckpointWriter:
         if pending is not None:
             pending.result()
 
-    def _write(self, folder: Path, rank_state, drafter, optimizer_state, provenance, then) -> None:
+    def _write(self, folder: Path, rank_state, drafter, provenance, then) -> None:
         try:
             if rank_state is not None:
                 _save(folder / TRAINING_NAME / f"rank_{self.rank}.pt", rank_state)
             if drafter is None:
                 return
             drafter.write(folder, provenance)
-            if optimizer_state is not None:
-                _save(folder / TRAINING_NAME / OPTIMIZER_NAME, optimizer_state)
             files = [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("rank_")]
             complete = {
                 "sizes_bytes": {str(path.relative_to(folder)): path.stat().st_size for path in sorted(files)},
@@ -177,9 +170,7 @@ def what_is_missing(folder: str | os.PathLike) -> str | None:
     return None
 
 
-def load_training_state(
-    folder: str | os.PathLike, rank: int, ranks: Sequence[int]
-) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+def load_training_state(folder: str | os.PathLike, rank: int, ranks: Sequence[int]) -> dict[str, Any] | None:
     """
     Reads what [`CheckpointWriter`] wrote beside the weights.
 
@@ -192,24 +183,21 @@ def load_training_state(
             As in [`CheckpointWriter`].
 
     Returns:
-        `tuple[dict[str, Any] | None, dict[str, Any] | None]`: State of the optimiser, where one was saved, and state
-        of this rank, where the checkpoint was written by the same ranks.
+        `dict[str, Any]` or `None`: State of this rank; `None` where only weights were saved, or by other ranks.
     """
     training = Path(folder) / TRAINING_NAME
-    optimizer = rank_state = None
-    if (training / OPTIMIZER_NAME).is_file():
-        optimizer = torch.load(training / OPTIMIZER_NAME, map_location="cpu", weights_only=True)
     saved_ranks = json.loads((training / COMPLETE_NAME).read_text())["ranks"]
     if saved_ranks == list(ranks):
-        rank_state = torch.load(training / f"rank_{rank}.pt", map_location="cpu", weights_only=True)
-    elif saved_ranks:
+        return torch.load(training / f"rank_{rank}.pt", map_location="cpu", weights_only=True)
+    if saved_ranks:
         logger.warning(
-            "%s was written by ranks %s, this run has ranks %s: feature buffer and selector begin anew.",
+            "%s was written by ranks %s, this run has ranks %s: only the weights of the drafter are taken, its "
+            "optimiser, feature buffer and selector begin anew.",
             folder,
             saved_ranks,
             list(ranks),
         )
-    return optimizer, rank_state
+    return None
 
 
 def newest_whole_checkpoint(output_dir: str | os.PathLike) -> str | None:
