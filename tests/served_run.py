@@ -14,7 +14,7 @@ MAX_COMPLETION_LENGTH = 32
 NUM_PROMPTS = 80
 # A random policy at temperature 1 cannot be drafted; a cold one on few prompts repeats itself enough to be learnt.
 NUM_DISTINCT_PROMPTS = 4
-TEMPERATURE = 0.1
+TEMPERATURE = 0.3
 
 
 def train(policy_dir: str, output_dir: str, json_file: str) -> None:

@@ -38,7 +38,7 @@ from .generation.speculative_generation import SpeculativeVLLMGeneration
 from .idle.averaging import average_by_tokens, check_identical
 from .idle.spot_training import MAX_STEP_S, BackgroundTraining, train_safely, train_until_all_finished
 from .idle.straggler_wait import StragglerWait
-from .strategy import Strategy, make_selector
+from .strategy import Strategy, bucket_edges, describe, ledger_metrics, make_selector
 from .telemetry.metrics import (
     add_training_vectors,
     rollout_metrics,
