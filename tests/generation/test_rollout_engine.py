@@ -20,7 +20,8 @@ class Setup:
         directory = save_tiny_policy(folder / "policy")
         self.policy = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         self.drafter = Drafter.from_policy(self.policy, torch.arange(0, 64, 2))
-        with torch.no_grad():
+        with torch.no_grad(), torch.random.fork_rng():
+            torch.manual_seed(0)
             for parameter in self.drafter.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.1)
         save_drafter(self.drafter, folder / "drafter", {})
@@ -30,6 +31,7 @@ class Setup:
             max_num_seqs=4,
             max_model_len=128,
             enforce_eager=True,
+            kv_cache_memory_bytes=2**26,
             dtype="float32",
         )
         self.engine = RolloutEngine(self.llm)

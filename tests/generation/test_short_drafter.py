@@ -26,6 +26,7 @@ def test_rollout_past_the_drafters_positions_is_the_policys(tmp_path):
         max_num_seqs=2,
         max_model_len=128,
         enforce_eager=True,
+        kv_cache_memory_bytes=2**26,
         dtype="float32",
     )
     strategies = [Strategy("eagle3", 2), Strategy("eagle3", 5), Strategy("ngram", 4)]

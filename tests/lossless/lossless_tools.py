@@ -103,6 +103,7 @@ class EngineUnderTest:
             max_model_len=96,
             drafter=drafter_dir,
             max_draft_tokens=MAX_DRAFT_TOKENS,
+            kv_cache_memory_bytes=2**27,  # the engines of all tests live until the process ends
             dtype="float32",
             enforce_eager=True,
         )
