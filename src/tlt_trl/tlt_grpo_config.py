@@ -340,7 +340,7 @@ class TLTGRPOConfig(GRPOConfig):
         """Largest number of draft tokens that any strategy of this run proposes."""
         if self.speculation_selector == "fixed":
             return self.num_draft_tokens
-        return max(*self.draft_token_choices, *self.ngram_draft_token_choices)
+        return max([*self.draft_token_choices, *self.ngram_draft_token_choices])
 
     @classmethod
     def from_grpo_config(cls, config: GRPOConfig) -> "TLTGRPOConfig":

@@ -30,7 +30,7 @@ def test_goes_on_as_another_answer_of_the_group_did():
 
 def test_goes_on_as_an_answer_of_an_earlier_epoch_did():
     drafter = NgramDrafter(orders=(2,))
-    drafter.remember("a", PROMPT, [10, 11, 12, 13])
+    drafter.remember(PROMPT, [10, 11, 12, 13])
     drafter.start_rollout()
     assert drafter.propose("a", PROMPT, [10, 11], 9) == [12, 13]
 
@@ -79,21 +79,38 @@ def test_index_finds_what_a_scan_finds(seed):
 def test_prompts_used_longest_ago_are_forgotten():
     drafter = NgramDrafter(orders=(2,), max_tokens=30)
     for prompt in range(10):
-        drafter.remember("a", [prompt, prompt], [10, 11, 12, 13])
+        drafter.remember([prompt, prompt], [10, 11, 12, 13])
+        drafter.start_rollout()
         assert drafter.num_tokens <= 30
     assert drafter.propose("a", [9, 9], [10, 11], 2) == [12, 13]
     assert drafter.propose("b", [0, 0], [10, 11], 2) == []
 
 
-def test_old_answers_of_a_prompt_are_forgotten():
+def test_old_answers_of_every_prompt_are_forgotten():
     drafter = NgramDrafter(orders=(2,), max_tokens_per_prompt=40)
+    other = [1, 2, 4]
     for answer in range(100, 200, 4):
-        drafter.remember("a", PROMPT, [answer, answer + 1, answer + 2, answer + 3])
-        assert drafter.num_tokens == sum(len(t.tokens) for h in drafter._histories.values() for t in h.texts)
-        assert drafter.num_tokens <= 40
-    assert drafter.propose("a", PROMPT, [196, 197], 2) == [198, 199]
-    assert drafter.propose("b", PROMPT, [100, 101], 2) == []
-    assert drafter.propose("c", [*PROMPT], [1, 2], 1) == [3]  # the prompt itself stays
+        for prompt in (PROMPT, other):
+            drafter.remember(prompt, [answer, answer + 1, answer + 2, answer + 3])
+        drafter.start_rollout()
+        histories = drafter._histories.values()
+        assert drafter.num_tokens == sum(len(text.tokens) for history in histories for text in history.texts)
+        assert all(history.num_tokens <= 40 for history in histories)
+    for prompt in (PROMPT, other):
+        assert drafter.propose("a" + str(prompt), prompt, [196, 197], 2) == [198, 199]
+        assert drafter.propose("b" + str(prompt), prompt, [100, 101], 2) == []
+    assert drafter.propose("c", PROMPT, [1, 2], 1) == [3]  # the prompt itself stays
+
+
+def test_a_sample_that_was_proposed_for_is_kept_once():
+    drafter = NgramDrafter(orders=(2,))
+    drafter.propose("0-renamed", PROMPT, [5, 6, 7], 2)
+    drafter.propose("1-renamed", PROMPT, [5, 8], 2)
+    drafter.remember(PROMPT, [5, 8, 9, 10])
+    drafter.remember(PROMPT, [5, 6, 7])
+    assert drafter._running == {}
+    assert drafter.num_tokens == len(PROMPT) + 2 * 2 + 4 + 3
+    assert drafter.propose("2", PROMPT, [8, 9], 1) == [10]
 
 
 def test_samples_that_never_finished_are_let_go():

@@ -8,7 +8,9 @@ from transformers import AutoModelForCausalLM
 from tlt_trl.drafter.checkpoint import save_drafter
 from tlt_trl.drafter.modeling_drafter import Drafter
 from tlt_trl.generation.engine import RolloutEngine, WeightMismatchError
+from tlt_trl.generation.rollout_loop import RolloutLoop
 from tlt_trl.generation.standalone import build_llm, completion_ids
+from tlt_trl.strategy import Strategy, make_selector
 
 
 pytestmark = pytest.mark.engine
@@ -223,7 +225,7 @@ def remember_nearly_right_answers(setup, num_tokens=80):
     setup.engine.ngram.__init__()
     for prompt, answer in zip(PROMPTS, setup.reference(max_tokens=num_tokens), strict=True):
         wrong = [(token + 1) % 64 if position % 7 == 6 else token for position, token in enumerate(answer)]
-        setup.engine.ngram.remember("earlier", prompt, wrong)
+        setup.engine.ngram.remember(prompt, wrong)
     setup.engine.reset_prefix_cache()
 
 
@@ -268,3 +270,18 @@ def test_rollout_that_runs_into_the_context_limit(looked_up, num_draft_tokens, n
     assert completions == [
         tokens[: 128 - len(ids)] for ids, tokens in zip(PROMPTS, looked_up.reference(max_tokens=125), strict=True)
     ]
+
+
+def test_answers_that_were_looked_up_for_are_kept_once(looked_up):
+    looked_up.engine.ngram.__init__()
+    strategies = [Strategy("ngram", 4)]
+    looked_up.llm.rollout_loop = RolloutLoop(looked_up.engine, make_selector("fixed", strategies, 4))
+    try:
+        completions = completion_ids(looked_up.llm, PROMPTS * 2, temperature=1.0, max_tokens=30, ignore_eos=True)
+    finally:
+        looked_up.llm.rollout_loop = None
+    assert looked_up.engine.ngram._running == {}
+    # Each prompt once, and each answer behind the last four tokens of its prompt.
+    tails = sum(2 * min(len(prompt), 4) for prompt in PROMPTS)
+    expected = sum(map(len, PROMPTS)) + tails + sum(map(len, completions))
+    assert looked_up.engine.ngram.num_tokens == expected

@@ -63,8 +63,8 @@ class RecordingNgramDrafter:
     def start_rollout(self):
         self.rollouts += 1
 
-    def remember(self, request_id, prompt, answer):
-        self.remembered.append((request_id, prompt, answer))
+    def remember(self, prompt, answer):
+        self.remembered.append((prompt, answer))
 
 
 class RecordingSelector:
@@ -172,7 +172,7 @@ def test_lookup_asks_the_drafter_for_nothing_and_learns_from_what_was_found():
 def test_finished_answers_reach_the_lookup():
     loop, _ = run([step(2, 0, 2, prefill=True), step(2, 2, 2, (1, 0))], {"10": 0, "9": 1})
     assert loop.engine.ngram.rollouts == 1
-    assert loop.engine.ngram.remembered == [("10", [1, 2], [7, 10]), ("9", [1, 2], [7, 9])]
+    assert loop.engine.ngram.remembered == [([1, 2], [7, 10]), ([1, 2], [7, 9])]
 
 
 def test_a_draft_cut_short_teaches_nothing():

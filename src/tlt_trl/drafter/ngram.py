@@ -43,10 +43,10 @@ class NgramDrafter:
         orders (`Sequence[int]`, *optional*, defaults to `(4, 3, 2)`):
             Lengths of the n-grams, longest first. Shorter ones match more often and are right less often.
         max_tokens (`int`, *optional*, defaults to `262144`):
-            Tokens kept, over all prompts; the prompts used longest ago are forgotten first. A token takes about 100
-            bytes of memory for each order.
+            Tokens kept from one rollout to the next, over all prompts; the prompts used longest ago are forgotten
+            first. A token takes about 100 bytes of memory for each order.
         max_tokens_per_prompt (`int`, *optional*, defaults to `32768`):
-            Tokens kept for one prompt; beyond them the older half of its answers is forgotten.
+            The same for one prompt; beyond them the older half of its answers is forgotten.
     """
 
     def __init__(self, orders: Sequence[int] = (4, 3, 2), max_tokens: int = 2**18, max_tokens_per_prompt: int = 2**15):
@@ -93,22 +93,32 @@ class NgramDrafter:
                 return source[position : position + num_draft_tokens]
         return []
 
-    def remember(self, request_id: str, prompt: Sequence[int], answer: Sequence[int]) -> None:
-        """Keeps a sample that is finished, for the answers to come, and forgets what there is no room for."""
-        history, text = self._running.pop(request_id, None) or self._add_answer(prompt)
+    def remember(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
+        """
+        Keeps a sample that is finished, for the answers to come.
+
+        A sample that was proposed for is recognised by its tokens: engines rename requests on their way in.
+        """
+        history, text = self._take_running(prompt, answer) or self._add_answer(prompt)
         self._extend(history, text, self._tail(prompt), answer)
         history.not_indexed.append(text)
-        if self._running:
-            return
-        if history.num_tokens > self.max_tokens_per_prompt:
-            self._halve(history)
+
+    def start_rollout(self) -> None:
+        """Lets go of samples that never finished, and forgets what there is no room for."""
+        self._running.clear()
+        for history in self._histories.values():
+            if history.num_tokens > self.max_tokens_per_prompt:
+                self._halve(history)
         while self.num_tokens > self.max_tokens:
             _, forgotten = self._histories.popitem(last=False)
             self.num_tokens -= forgotten.num_tokens
 
-    def start_rollout(self) -> None:
-        """Forgets about samples that never finished."""
-        self._running.clear()
+    def _take_running(self, prompt: Sequence[int], answer: Sequence[int]) -> tuple[_History, _Text] | None:
+        history, written = self._histories.get(tuple(prompt)), self._tail(prompt) + list(answer)
+        for request_id, (candidate, text) in self._running.items():
+            if candidate is history and written[: len(text.tokens)] == text.tokens:
+                return self._running.pop(request_id)
+        return None
 
     def _tail(self, prompt: Sequence[int]) -> list[int]:
         return list(prompt[-self.orders[0] :])

@@ -150,7 +150,7 @@ class RolloutLoop:
         """Gives the answer to the n-gram drafter, for the samples of the same prompt that still run or will."""
         if any(strategy.method == "ngram" for strategy in self.selector.strategies) and output.prompt_token_ids:
             for completion in output.outputs:
-                self.engine.ngram.remember(output.request_id, output.prompt_token_ids, list(completion.token_ids))
+                self.engine.ngram.remember(output.prompt_token_ids, list(completion.token_ids))
 
     def _observe(self, step: EngineStep) -> None:
         self.stats.add_step(step)
