@@ -76,7 +76,7 @@ def test_strategies_of_a_tiny_policy(tiny_policy_dir, tmp_path):
     command = [sys.executable, "-m", "tlt_trl.cli", "bench", "strategies", *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     (table,) = json.loads(done.stdout.splitlines()[-1])["tables"]
-    assert [row["name"] for row in table["rows"]] == ["plain", "eagle3 x1", "eagle3 x2", "ngram x4", "adaptive"]
+    assert [row["name"] for row in table["rows"]] == ["plain", "off", "eagle3 x1", "eagle3 x2", "ngram x4", "adaptive"]
     measured = json.loads(raw.read_text())["cases"][0]["rollouts"]
     assert all(len(rows) == 1 and sum(rows[0]["lengths"]) > 2 for rows in measured["rollouts"].values())
     assert {row["strategy"] for row in measured["selector"]} == {"off", "eagle3 x1", "eagle3 x2", "ngram x4"}

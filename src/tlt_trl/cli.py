@@ -264,6 +264,7 @@ def _bench_strategies(case: dict, args: argparse.Namespace) -> tuple[dict, dict]
     from transformers import AutoTokenizer
 
     from .bench import compare_rollouts, strategy_table
+    from .drafter.ngram import NgramDrafter
     from .generation.engine import RolloutEngine
     from .generation.rollout_loop import RolloutLoop
     from .generation.standalone import build_llm, completion_ids
@@ -276,7 +277,7 @@ def _bench_strategies(case: dict, args: argparse.Namespace) -> tuple[dict, dict]
         "seed": args.seed,
     }
     plain = build_llm(case["model"], **shape)
-    longest = max(*args.draft_tokens, *args.ngram_draft_tokens)
+    longest = max([*args.draft_tokens, *args.ngram_draft_tokens])
     speculative = build_llm(case["model"], drafter=case["drafter"], max_draft_tokens=longest, **shape)
     engine = RolloutEngine(speculative)
     strategies = [Strategy("eagle3", number) for number in args.draft_tokens]
@@ -284,16 +285,22 @@ def _bench_strategies(case: dict, args: argparse.Namespace) -> tuple[dict, dict]
 
     def generate(llm, selector=None):
         loop = None if selector is None else RolloutLoop(engine, selector)
+        written = NgramDrafter()
 
         def run(batch: Sequence[list[int]], seed: int) -> list[list[int]]:
             torch.manual_seed(seed)  # the engines live in this process and sample from its random state
-            llm.rollout_loop = loop
+            llm.rollout_loop, engine.ngram = loop, written  # nobody looks up in what another has written
             sampling = {"temperature": args.temperature, "max_tokens": case["max_completion_length"], "logprobs": 0}
             return completion_ids(llm, batch, **sampling)
 
         return run
 
-    competitors = {"plain": generate(plain)}
+    competitors = {
+        "plain": generate(plain),
+        "off": generate(
+            speculative, make_selector("fixed", strategies[:1], args.max_num_seqs, activation_threshold=0)
+        ),
+    }
     for strategy in strategies:
         competitors[str(strategy)] = generate(
             speculative, make_selector("fixed", [strategy], args.max_num_seqs, seed=args.seed)

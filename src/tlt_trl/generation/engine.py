@@ -302,7 +302,6 @@ class RolloutEngine:
                 "The engine's drafter shares the policy's `lm_head`: pushing the drafter would overwrite the policy. "
                 "Call `tlt_trl.generation.engine.keep_drafter_head()` before the engine is built."
             )
-        self._last_step: EngineStep | None = None
         self._step_facts: dict[str, Any] = {}
         self._observe_scheduler()
         self._process_tokens_one_by_one()
@@ -491,9 +490,6 @@ class RolloutEngine:
 
     def has_unfinished_requests(self) -> bool:
         return self._llm_engine.has_unfinished_requests()
-
-    def num_unfinished_requests(self) -> int:
-        return self._llm_engine.get_num_unfinished_requests()
 
     def step(self) -> tuple[list["RequestOutput"], EngineStep | None]:
         """

@@ -137,6 +137,13 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
         kwargs = trl_kwargs | (self.args.vllm_engine_kwargs or {})
         if self.accelerator.device.type == "cuda":
             self._plan_cuda_graphs(kwargs)
+        longest = self.args.max_num_draft_tokens
+        if kwargs["max_model_len"] is not None and longest >= kwargs["max_model_len"]:
+            raise ValueError(
+                f"{longest} draft tokens do not fit into a context of {kwargs['max_model_len']} tokens. Raise "
+                "`vllm_max_model_length`, or lower `num_draft_tokens`, `draft_token_choices` and "
+                "`ngram_draft_token_choices`."
+            )
         return make_rollout_llm_class(llm_class)(
             speculative_config=speculative_config(
                 drafter_dir, self.args.max_num_draft_tokens, kwargs["max_num_seqs"], self.args.draft_sampling
@@ -147,7 +154,7 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
         )
 
     def _plan_cuda_graphs(self, kwargs: dict) -> None:
-        """Adds the sizes to capture, unless the user has said which or wants none. Not run on a GPU yet."""
+        """Adds the sizes to capture, unless the user has said which or wants none."""
         if kwargs.get("enforce_eager") or "compilation_config" in kwargs:
             return
         args, config = self.args, self.model.config.get_text_config()
