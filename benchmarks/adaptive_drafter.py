@@ -49,6 +49,7 @@ def run_variant(args: argparse.Namespace) -> list[dict]:
             | {
                 "output_dir": folder,
                 "max_steps": args.steps + args.steps_after,
+                "gradient_accumulation_steps": args.gradient_accumulation_steps,
                 "learning_rate": args.learning_rate,
                 "warmup_steps": 0,
                 "lr_scheduler_type": "constant",
@@ -93,6 +94,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="raw figures (JSON)")
     parser.add_argument("--steps", type=int, default=20, help="policy steps before the jump")
     parser.add_argument("--steps_after", type=int, default=4, help="rollouts from the jump on, at least 4")
+    parser.add_argument("--gradient_accumulation_steps", type=int, default=4, help="4 answers each")
     parser.add_argument("--learning_rate", type=float, default=1e-4)
     parser.add_argument("--jump", type=float, default=0.05, help="noise added, in standard deviations of each matrix")
     parser.add_argument(
