@@ -62,8 +62,7 @@ def main() -> None:
             began = time.perf_counter()
             writer.clear(folder)
             rank_state = {"trainer": cpu_copy(trainer.state_dict()), "buffer": buffer.state_dict()}
-            optimizer_state = rank_state["trainer"].pop("optimizer")
-            writer.start(folder, rank_state, DrafterSnapshot.of(drafter), optimizer_state, run_facts())
+            writer.start(folder, rank_state, DrafterSnapshot.of(drafter), run_facts())
             started = time.perf_counter()
             writer.join()
             written = time.perf_counter()

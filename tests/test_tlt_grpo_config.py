@@ -55,6 +55,7 @@ def test_engine_arguments_can_come_from_a_command_line(tmp_path):
         ("drafter_unroll_steps", 0),
         ("drafter_max_tokens_per_step", 1),
         ("drafter_vocab_size", 0),
+        ("feature_buffer_tokens", 0),
         ("feature_long_answer_fraction", 2.0),
     ],
 )

@@ -320,7 +320,7 @@ class TLTGRPOConfig(GRPOConfig):
                 )
         self._check_range("drafter_unroll_steps", self.drafter_unroll_steps, 1, 16)
         self._check_range("drafter_max_tokens_per_step", self.drafter_max_tokens_per_step, 16, None)
-        self._check_range("feature_buffer_tokens", self.feature_buffer_tokens, 0, None)
+        self._check_range("feature_buffer_tokens", self.feature_buffer_tokens, 1, None)
         self._check_range("feature_max_age", self.feature_max_age, 1, None)
         self._check_range("feature_long_answer_fraction", self.feature_long_answer_fraction, 0.0, 1.0)
         if self.drafter_vocab_size is not None:

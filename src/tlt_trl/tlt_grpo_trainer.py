@@ -458,11 +458,12 @@ class TLTGRPOTrainer(GRPOTrainer):
         rows = self.accelerator.gather(torch.tensor([own], device=self.accelerator.device)).tolist()
         metrics = training_metrics(add_training_vectors(rows), self.accelerator.num_processes, unroll_steps)
         self.vllm_generation.alarms.observe_training(
-            idle_s=metrics["tlt/idle_s"],
+            starved=metrics["tlt/drafter/starved"],
             steps=metrics["tlt/drafter/steps"],
             dropped_batches=metrics["tlt/drafter/dropped_batches"],
             failures=metrics["tlt/drafter/failures"],
         )
+        metrics |= self.vllm_generation.alarms.metrics()
         for name, value in metrics.items():
             self._metrics["train"][name].append(value)
 
@@ -474,7 +475,8 @@ class TLTGRPOTrainer(GRPOTrainer):
         metrics["tlt/sync_seconds"] = generation.pop_sync_seconds()
         if mode == "train":
             generation.observe_rollout(metrics["tlt/acceptance_length"], metrics["tlt/draft_tokens/proposed"])
-            metrics |= generation.alarms.metrics()
+            if self.drafter_trainer is None:  # else when its training is known, in `_log_drafter_training`
+                metrics |= generation.alarms.metrics()
         ledger = generation.rollout_loop.pop_ledger()
         sums = torch.tensor(ledger.sums(), device=self.accelerator.device)
         strategies = generation.rollout_loop.selector.strategies
@@ -627,8 +629,9 @@ class TLTGRPOTrainer(GRPOTrainer):
         """What the drafter was trained from, for `provenance.json` and the model card."""
         policy = self.model.config
         facts = {
-            # A policy that is pushed is the one the drafter fits, not the one the run began with.
-            "policy": self.hub_model_id if self.args.push_to_hub else policy._name_or_path,
+            # A policy that is pushed is the one the drafter fits, not the one the run began with. Only the first rank,
+            # which does the pushing, knows its repository.
+            "policy": self.hub_model_id or policy._name_or_path,
             "policy_trained_from": policy._name_or_path,
             "policy_revision": policy._commit_hash,
             "policy_steps": self.state.global_step,
@@ -693,6 +696,7 @@ class TLTGRPOTrainer(GRPOTrainer):
         if args.push_to_hub:
             if args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
                 self._checkpoint_writer.join()
+                self.accelerator.wait_for_everyone()  # the first rank pushes the files of all
             self._push_from_checkpoint(os.path.dirname(folder))
         if args.drafter_push_to_hub and args.hub_strategy != HubStrategy.END:
             self._begin_drafter_push(folder, f"Training in progress, step {self.state.global_step}")

@@ -85,7 +85,9 @@ def test_nothing_to_train_on(make_trainer, make_sample):
     buffer = FeatureBuffer(max_tokens=10)
     buffer.add(make_sample(2, prompt_length=2))
     assert make_trainer(buffer).step() is None
-    assert make_trainer(FeatureBuffer(max_tokens=10)).train_for(1.0)["steps"] == 0
+    report = make_trainer(FeatureBuffer(max_tokens=10)).train_for(1.0)
+    assert report["steps"] == 0 and report["starved"] == 1.0
+    assert make_trainer(FeatureBuffer(max_tokens=10)).train_for(0.0)["starved"] == 0.0
 
 
 class TestFaults:
@@ -111,6 +113,17 @@ class TestFaults:
         assert trainer.step() == {"dropped_batches": 1.0}
         assert is_equal(weights(trainer.drafter), good)
         assert "loss" in trainer.step()
+
+    def test_the_good_state_is_given_back_with_the_period(self, make_trainer):
+        trainer = make_trainer()
+        trainer.step()
+        trainer.end_period()
+        assert not trainer._good_state
+        merged = weights(trainer.drafter)
+        trainer.step()
+        assert not is_equal(weights(trainer.drafter), merged)
+        trainer.restore_good_state()  # that of the new period
+        assert is_equal(weights(trainer.drafter), merged) and trainer.steps == 1
 
     def test_nothing_but_faults_ends(self, make_trainer, policy):
         trainer = make_trainer()
@@ -145,6 +158,7 @@ class TestTrainFor:
         result = trainer.train_for(60.0, stop=lambda: trainer.steps >= 4)
         assert result["steps"] == 4
         assert result["tokens"] == trainer.tokens_trained
+        assert result["starved"] == 0.0
         assert result["loss"] > 0
 
 

@@ -161,12 +161,13 @@ class TestBackgroundPusher:
         assert [summary for _, _, summary in hub.commits] == messages
 
     def test_a_bad_token_is_reported_with_what_to_do(self, hub, drafter, caplog):
-        pusher = BackgroundPusher("somebody/d", token="hf_wrong")
+        pusher = BackgroundPusher("somebody/d", private=True, revision="v2", token="hf_wrong")
         with caplog.at_level(logging.ERROR):
             assert self.begin(pusher, drafter)
             pusher.join()
         assert "401" in caplog.text and "trainer.push_drafter_to_hub()" in caplog.text
-        assert "hf upload somebody/d output/drafter" in caplog.text
+        command = "hf upload somebody/d output/drafter . --exclude 'training/*' --private --revision v2`"
+        assert command in caplog.text
         assert not hub.commits
 
     def test_no_network(self, hub, drafter, caplog, monkeypatch):

@@ -213,3 +213,11 @@ class TestBackgroundTraining:
         with background.running():
             time.sleep(0.05)
         assert reports[0]["failures"] == 1.0
+
+    @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+    def test_a_thread_that_dies_does_not_hide_the_error_beside_it(self):
+        reports = []
+        background = BackgroundTraining(lambda stop: 1 / 0, reports.append)
+        with pytest.raises(KeyError), background.running():
+            raise KeyError("reward")
+        assert reports[0]["failures"] == 1.0 and reports[0]["steps"] == 0.0

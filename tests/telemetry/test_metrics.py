@@ -65,12 +65,14 @@ def test_drafter_training_of_two_ranks():
         "acceptance_1": 0.5,
     }
     second = {"idle_added_s": 0.2, "tokens": 50.0, "steps": 1.0, "loss": 6.0, "acceptance_1": 0.1, "failures": 1.0}
+    second["starved"] = 1.0
     vectors = [training_vector(report, unroll_steps=2) for report in (first, second)]
     metrics = training_metrics(add_training_vectors(vectors), num_ranks=2, unroll_steps=2)
     assert metrics["tlt/idle_s"] == 2.0 and metrics["tlt/idle_used_fraction"] == 0.75
     assert metrics["tlt/stop_latency_s"] == 0.05 and metrics["tlt/idle_added_s"] == 0.2
     assert metrics["tlt/drafter_tokens"] == 150.0 and metrics["tlt/drafter/steps"] == 4.0
     assert metrics["tlt/drafter/seconds"] == 1.75 and metrics["tlt/drafter/failures"] == 1.0
+    assert metrics["tlt/drafter/starved"] == 1.0
     assert metrics["tlt/drafter/loss"] == 3.0
     assert metrics["tlt/drafter/acceptance_1"] == pytest.approx(0.4)
 
@@ -83,12 +85,12 @@ def test_drafter_training_of_nobody():
 
 def test_alarms_of_drafter_training(caplog):
     alarms = Alarms()
-    for _ in range(2):
-        alarms.observe_training(idle_s=1.0, steps=0.0, dropped_batches=0.0, failures=0.0)
-    assert not alarms.active["drafter_starved"]  # the first step of a run has an empty buffer
-    alarms.observe_training(idle_s=1.0, steps=0.0, dropped_batches=0.0, failures=0.0)
+    for _ in range(3):  # the first of them does not count: before the first rollout there are no features
+        alarms.observe_training(starved=1.0, steps=0.0, dropped_batches=0.0, failures=0.0)
+    assert not alarms.active["drafter_starved"]
+    alarms.observe_training(starved=1.0, steps=0.0, dropped_batches=0.0, failures=0.0)
     assert alarms.active["drafter_starved"] and "feature buffer is empty" in caplog.text
-    alarms.observe_training(idle_s=1.0, steps=5.0, dropped_batches=2.0, failures=0.0)
+    alarms.observe_training(starved=1.0, steps=5.0, dropped_batches=2.0, failures=0.0)
     assert not alarms.active["drafter_starved"] and alarms.active["drafter_training_failed"]
-    alarms.observe_training(idle_s=0.0, steps=0.0, dropped_batches=0.0, failures=0.0)
+    alarms.observe_training(starved=0.0, steps=0.0, dropped_batches=0.0, failures=0.0)
     assert not any(alarms.active.values())

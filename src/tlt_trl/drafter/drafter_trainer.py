@@ -120,7 +120,6 @@ class DrafterTrainer:
         self._draft_head: Tensor | None = None
         self._good_state: list[Tensor] = []
         self._good_counters = (0, 0)
-        self._has_good_state = False
         self._step_seconds: float | None = None  # running estimates
         self._token_seconds: float | None = None
 
@@ -148,18 +147,18 @@ class DrafterTrainer:
         if not self._parameters_are_finite():
             return
         state = self._state_tensors()
-        if not self._good_state:
-            self._good_state = [torch.empty_like(tensor) for tensor in state]
-        for kept, tensor in zip(self._good_state, state, strict=True):
-            kept.copy_(tensor)
+        if self._good_state:
+            for kept, tensor in zip(self._good_state, state, strict=True):
+                kept.copy_(tensor)
+        else:
+            self._good_state = [tensor.clone() for tensor in state]
         self._good_counters = (self.steps, self.tokens_trained)
-        self._has_good_state = True
 
     @torch.no_grad()
     def restore_good_state(self) -> None:
         """Goes back to the last good weights and optimiser state; without one nothing changes."""
         self.optimizer.zero_grad(set_to_none=True)
-        if not self._has_good_state:
+        if not self._good_state:
             return
         for kept, tensor in zip(self._good_state, self._state_tensors(), strict=True):
             tensor.copy_(kept)
@@ -167,10 +166,10 @@ class DrafterTrainer:
 
     def end_period(self) -> None:
         """
-        Ends a period of training: what optimiser steps take beyond weights and optimiser state is given back, and the
-        good state of this period is none for the time after, when ranks have merged their drafters.
+        Ends a period of training: what it takes beyond weights and optimiser state is given back. The copy of the good
+        state is part of that, and would be none for the time after, when ranks have merged their drafters.
         """
-        self._has_good_state = False
+        self._good_state = []
         self.optimizer.zero_grad(set_to_none=True)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -188,7 +187,7 @@ class DrafterTrainer:
             loss or gradient was not finite (the weights are then as before); `None` when there is nothing to train on.
         """
         self._check_target()
-        if not self._has_good_state:
+        if not self._good_state:
             self.keep_good_state()
         max_tokens = self.max_tokens_per_step if max_tokens is None else min(max_tokens, self.max_tokens_per_step)
         samples = self.buffer.sample_batch(max_tokens, self.generator)
@@ -229,11 +228,12 @@ class DrafterTrainer:
 
         Returns:
             `dict[str, float]`: of this call `steps`, `tokens`, `dropped_batches`, `seconds` and, within them, the
-            seconds inside optimiser steps (`step_seconds`); and the mean of the steps' other metrics.
+            seconds inside optimiser steps (`step_seconds`); `starved`, 1.0 when there was a budget and nothing to
+            train on; and the mean of the steps' other metrics.
         """
         start = time.perf_counter()
         sums: dict[str, float] = defaultdict(float)
-        steps = tokens = step_seconds = dropped = 0.0
+        steps = tokens = step_seconds = dropped = starved = 0.0
         dropped_in_a_row = 0
         is_state_kept = False
         while not stop():
@@ -247,6 +247,7 @@ class DrafterTrainer:
                 began = time.perf_counter()
             metrics = self.step(self._tokens_for(max_step_s))
             if metrics is None:
+                starved = float(seconds_budget > 0 and not (steps or dropped))
                 break
             seconds = time.perf_counter() - began
             step_seconds += seconds
@@ -268,6 +269,7 @@ class DrafterTrainer:
             "steps": steps,
             "tokens": tokens,
             "dropped_batches": dropped,
+            "starved": starved,
             "seconds": time.perf_counter() - start,
             "step_seconds": step_seconds,
         }

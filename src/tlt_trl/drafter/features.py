@@ -37,8 +37,8 @@ class FeatureRecorder:
     """
     Copies hidden states from a policy's forward passes into a [`FeatureBuffer`].
 
-    The hooks do nothing outside [`recording`][FeatureRecorder.recording], while `enabled` is `False`, and in the
-    re-runs of gradient checkpointing: those call layers without the decoder around them.
+    The hooks do nothing outside [`recording`][FeatureRecorder.recording] and in the re-runs of gradient checkpointing:
+    those call layers without the decoder around them.
 
     Args:
         policy (`torch.nn.Module`):
@@ -48,27 +48,16 @@ class FeatureRecorder:
             Face decoder layer is the sum (hidden + residual) that vLLM takes before the layer of that index.
         buffer ([`FeatureBuffer`]):
             Where the samples go.
-        max_tokens_per_step (`int`, *optional*):
-            Bound on the tokens copied per `step`, spent on the longest answers first. `None` for no bound.
     """
 
-    def __init__(
-        self,
-        policy: nn.Module,
-        aux_hidden_state_layer_ids: Sequence[int],
-        buffer: FeatureBuffer,
-        max_tokens_per_step: int | None = None,
-    ):
+    def __init__(self, policy: nn.Module, aux_hidden_state_layer_ids: Sequence[int], buffer: FeatureBuffer):
         decoder = inner_language_model(policy).get_decoder()
         self.buffer = buffer
-        self.max_tokens_per_step = max_tokens_per_step
-        self.enabled = True
         self._layer_ids = list(aux_hidden_state_layer_ids)
         self._recording: _Recording | None = None
         self._in_forward = False
         self._aux: dict[int, Tensor] = {}
         self._samples: list[FeatureSample] = []
-        self._tokens_by_step = (0, 0)  # step, tokens copied in it
         self._capture_s = 0.0
         self._handles = [decoder.register_forward_pre_hook(self._begin_forward)]
         for layer_id in self._layer_ids:
@@ -100,7 +89,9 @@ class FeatureRecorder:
             prompt_width = input_ids.shape[1] - completion_mask_or_prompt_length.shape[1]
         mask = attention_mask.bool()
         prompt_lengths = mask[:, :prompt_width].sum(dim=1).tolist()
-        wanted = self._choose_rows(mask.sum(dim=1).tolist(), prompt_lengths, step)
+        lengths = mask.sum(dim=1).tolist()
+        # Rows with at least one completion token to predict.
+        wanted = {row for row, length in enumerate(lengths) if length - prompt_lengths[row] >= 1 and length >= 3}
         self._recording = _Recording(input_ids, mask, prompt_lengths, wanted, step)
         try:
             yield
@@ -122,22 +113,8 @@ class FeatureRecorder:
             handle.remove()
         self._handles.clear()
 
-    def _choose_rows(self, lengths: list[int], prompt_lengths: list[int], step: int) -> set[int]:
-        """Rows with at least one completion token to predict; the longest answers first when there is a bound."""
-        rows = [row for row, length in enumerate(lengths) if length - prompt_lengths[row] >= 1 and length >= 3]
-        if self.max_tokens_per_step is None:
-            return set(rows)
-        used = self._tokens_by_step[1] if self._tokens_by_step[0] == step else 0
-        chosen = set()
-        for row in sorted(rows, key=lambda row: prompt_lengths[row] - lengths[row]):
-            if used + lengths[row] <= self.max_tokens_per_step:
-                used += lengths[row]
-                chosen.add(row)
-        self._tokens_by_step = (step, used)
-        return chosen
-
     def _begin_forward(self, module: nn.Module, args: tuple) -> None:
-        self._in_forward = self._recording is not None and self.enabled
+        self._in_forward = self._recording is not None
 
     def _layer_hook(self, layer_id: int):
         def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -163,8 +140,8 @@ class FeatureRecorder:
         if last_hidden_state.shape[1] != seq_len or first + count > num_rows:
             raise ValueError(
                 f"FeatureRecorder was told of {num_rows} rows of {seq_len} tokens and has seen {first}, but the "
-                f"policy was now called with {count} rows of {last_hidden_state.shape[1]}. Set `enabled = False` "
-                f"around forward passes that are not part of the recording."
+                f"policy was now called with {count} rows of {last_hidden_state.shape[1]}. Only "
+                f"forward passes over the announced rows may run inside `recording`."
             )
         recording.next_row += count
         for offset in range(count):

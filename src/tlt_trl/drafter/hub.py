@@ -319,12 +319,16 @@ class BackgroundPusher:
                 write_model_card(folder, self.repo_id, snapshot.config, provenance, history)
                 upload(folder, self.repo_id, commit_message=commit_message, **self._hub_kwargs)
         except Exception as error:  # whatever a network can think of, and none of it is worth a training run
+            options = " --private" if self._hub_kwargs["private"] else ""
+            if self._hub_kwargs["revision"] is not None:
+                options += f" --revision {self._hub_kwargs['revision']}"
             logger.error(
                 "The drafter was not pushed to %s: %s: %s\nTraining goes on. To repeat the push: "
-                "`trainer.push_drafter_to_hub()`, or `hf upload %s %s . --exclude 'training/*'`.",
+                "`trainer.push_drafter_to_hub()`, or `hf upload %s %s . --exclude 'training/*'%s`.",
                 self.repo_id,
                 type(error).__name__,
                 error,
                 self.repo_id,
                 local_copy,
+                options,
             )

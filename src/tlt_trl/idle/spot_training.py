@@ -52,7 +52,7 @@ def train_safely(
 
 def empty_report() -> dict[str, float]:
     """What [`train_safely`] reports when nothing was trained."""
-    names = ("steps", "tokens", "dropped_batches", "failures", "seconds", "step_seconds")
+    names = ("steps", "tokens", "dropped_batches", "failures", "starved", "seconds", "step_seconds")
     return dict.fromkeys(names, 0.0)
 
 
@@ -161,8 +161,8 @@ class BackgroundTraining:
         self._stop_signal.set()
         self._thread.join()
         self._thread = None
-        if not self._result:
-            raise RuntimeError("Drafter training in the background ended without a report; see the traceback above.")
+        # No report: the thread has died, with a traceback. Raising here would hide an error of what ran beside it.
+        result = self._result or empty_report() | {"failures": 1.0}
         idle_s, latency_s = stopped - self._started_s, time.perf_counter() - stopped
-        used_s = min(max(0.0, self._result["step_seconds"] - latency_s), idle_s)
-        self._report(self._result | {"idle_s": idle_s, "idle_used_s": used_s, "stop_latency_s": latency_s})
+        used_s = min(max(0.0, result["step_seconds"] - latency_s), idle_s)
+        self._report(result | {"idle_s": idle_s, "idle_used_s": used_s, "stop_latency_s": latency_s})

@@ -2,9 +2,9 @@
 Who has finished its rollout? Asked of the key-value store of the running process group, without a collective.
 
 A rank whose engine is done announces it and may use its time until the last rank is done; a blocking collective would
-hold it instead. The store works across nodes, needs no extra port, and is asked a constant number of times per rank
-and rollout: one `set`, one `add`, one `wait` that blocks inside the server, one `get`, and one `delete_key` for the
-round before the last one. Nothing polls.
+hold it instead. The store works across nodes, needs no extra port, and is asked at most eight times per rank and
+rollout, however many ranks there are: one `set` (two by the last rank), one `add`, one `wait` that blocks inside the
+server, one `get`, and one `delete_key` (three by rank 0) for the round before the last one. Nothing polls.
 """
 
 import threading

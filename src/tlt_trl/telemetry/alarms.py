@@ -53,6 +53,7 @@ class Alarms:
         self._collapsed_rollouts = 0
         self._stale_rollouts = 0
         self._starved_rollouts = 0
+        self._has_observed_training = False
 
     def set(self, name: str, active: bool, detail: str = "") -> None:
         """Begins or ends an alarm."""
@@ -83,13 +84,14 @@ class Alarms:
         self._stale_rollouts = self._stale_rollouts + 1 if drafter_lag > 0 else 0
         self.set("drafter_stale", self._stale_rollouts >= STALE_PATIENCE_ROLLOUTS, f"{drafter_lag} versions behind.")
 
-    def observe_training(self, idle_s: float, steps: float, dropped_batches: float, failures: float) -> None:
+    def observe_training(self, starved: float, steps: float, dropped_batches: float, failures: float) -> None:
         """
         Takes note of the drafter training of all ranks in one step.
 
         Args:
-            idle_s (`float`):
-                Time that ranks waited. The buffer is empty in the first step of a run and after a resume.
+            starved (`float`):
+                Periods of training with time and nothing to train on. The first step does not count: there are no
+                features before the first rollout has been scored.
             steps (`float`):
                 Optimiser steps taken.
             dropped_batches (`float`):
@@ -103,7 +105,8 @@ class Alarms:
             f"{failures:.0f} exceptions (traceback above, on the rank where it happened), {dropped_batches:.0f} "
             "batches dropped.",
         )
-        is_starved = idle_s > 0 and not (steps or dropped_batches or failures)
+        is_starved = self._has_observed_training and starved > 0 and not (steps or dropped_batches or failures)
+        self._has_observed_training = True
         self._starved_rollouts = self._starved_rollouts + 1 if is_starved else 0
         self.set("drafter_starved", self._starved_rollouts >= STARVED_PATIENCE_ROLLOUTS)
 

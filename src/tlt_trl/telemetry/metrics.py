@@ -73,6 +73,7 @@ TRAINING_SUMS = (
     "seconds",
     "dropped_batches",
     "failures",
+    "starved",
     "feature_capture_s",
     "buffer_tokens",
 )
@@ -136,6 +137,7 @@ def training_metrics(vector: Sequence[float], num_ranks: int, unroll_steps: int)
         "tlt/drafter/seconds": total["seconds"] / num_ranks,
         "tlt/drafter/dropped_batches": total["dropped_batches"],
         "tlt/drafter/failures": total["failures"],
+        "tlt/drafter/starved": total["starved"],
     }
     if total["idle_s"]:
         metrics["tlt/idle_used_fraction"] = total["idle_used_s"] / total["idle_s"]

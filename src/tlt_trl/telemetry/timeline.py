@@ -89,9 +89,6 @@ class Timeline:
             self._cut()
             self._open.pop()
 
-    def close(self) -> None:
-        self._file.close()
-
     def _cut(self) -> None:
         now = self._clock() - self._zero
         if self._open:
