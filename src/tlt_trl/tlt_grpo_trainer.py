@@ -2,7 +2,6 @@ import functools
 import json
 import logging
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,7 +21,7 @@ from .drafter.checkpoint import DrafterSnapshot, load_drafter, run_facts, save_d
 from .drafter.dataset_tokens import count_tokens
 from .drafter.drafter_trainer import DrafterTrainer
 from .drafter.features import FeatureBuffer, FeatureRecorder
-from .drafter.hub import BackgroundPusher, acceptance_history, positions, upload, write_model_card
+from .drafter.hub import BackgroundPusher, acceptance_history, positions, push_snapshot, write_model_card
 from .drafter.modeling_drafter import Drafter
 from .drafter.training_state import (
     FOLDER_NAME,
@@ -469,18 +468,18 @@ class TLTGRPOTrainer(GRPOTrainer):
 
     def _log_rollout(self, mode: str) -> None:
         generation = self.vllm_generation
-        sums = rollout_sums(generation.rollout_loop.pop_stats(), self.args.max_num_draft_tokens)
-        sums = self.accelerator.reduce(torch.tensor(sums, device=self.accelerator.device), reduction="sum").tolist()
-        metrics = rollout_metrics(sums, self.accelerator.num_processes)
+        loop = generation.rollout_loop
+        ledger = loop.pop_ledger()
+        own = rollout_sums(loop.pop_stats(), self.args.max_num_draft_tokens)
+        sums = torch.tensor([*own, *ledger.sums()], device=self.accelerator.device)
+        sums = self.accelerator.reduce(sums, reduction="sum").tolist()
+        metrics = rollout_metrics(sums[: len(own)], self.accelerator.num_processes)
+        metrics |= ledger_metrics(loop.selector.strategies, sums[len(own) :])
         metrics["tlt/sync_seconds"] = generation.pop_sync_seconds()
         if mode == "train":
             generation.observe_rollout(metrics["tlt/acceptance_length"], metrics["tlt/draft_tokens/proposed"])
             if self.drafter_trainer is None:  # else when its training is known, in `_log_drafter_training`
                 metrics |= generation.alarms.metrics()
-        ledger = generation.rollout_loop.pop_ledger()
-        sums = torch.tensor(ledger.sums(), device=self.accelerator.device)
-        strategies = generation.rollout_loop.selector.strategies
-        metrics |= ledger_metrics(strategies, self.accelerator.reduce(sums, reduction="sum").tolist())
         if mode == "train" and self.accelerator.is_main_process:
             say = logger.info if self.args.disable_tqdm else tqdm.write
             say(describe(metrics, ledger.choices()))
@@ -587,19 +586,17 @@ class TLTGRPOTrainer(GRPOTrainer):
             return None
         args = self.args
         repo_id = self._drafter_repo_id if repo_id is None else repo_id
-        provenance = self._provenance()
         self._drafter_pusher.join()
-        with tempfile.TemporaryDirectory(prefix="tlt-trl-push-") as folder:
-            save_drafter(self.drafter, folder, provenance)
-            write_model_card(folder, repo_id, self.drafter.config, provenance, self._acceptance_history())
-            return upload(
-                folder,
-                repo_id,
-                private=args.hub_private_repo if private is None else private,
-                revision=args.hub_revision if revision is None else revision,
-                token=args.hub_token if token is None else token,
-                commit_message=f"Drafter at step {self.state.global_step}",
-            )
+        return push_snapshot(
+            DrafterSnapshot.of(self.drafter),
+            repo_id,
+            self._provenance(),
+            self._acceptance_history(),
+            private=args.hub_private_repo if private is None else private,
+            revision=args.hub_revision if revision is None else revision,
+            token=args.hub_token if token is None else token,
+            commit_message=f"Drafter at step {self.state.global_step}",
+        )
 
     @property
     def _drafter_repo_id(self) -> str:

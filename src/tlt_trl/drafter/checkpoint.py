@@ -102,15 +102,18 @@ def write_atomically(path: Path, write: Callable[[Path], Any], verify: Callable[
     partial = path.with_name(f"{path.name}.partial")
     write(partial)
     verify(partial)
-    for place in (partial, path.parent):
-        # The folder too: it is what remembers the new name.
-        if place == path.parent:
-            partial.replace(path)
-        descriptor = os.open(place, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    _flush(partial)
+    partial.replace(path)
+    _flush(path.parent)  # the folder is what remembers the new name
+
+
+def _flush(path: Path) -> None:
+    """Returns when a file or folder is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def write_text_atomically(path: Path, text: str) -> None:

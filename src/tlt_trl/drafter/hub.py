@@ -241,6 +241,30 @@ def upload(
     )
 
 
+def push_snapshot(
+    snapshot: DrafterSnapshot,
+    repo_id: str,
+    provenance: Mapping[str, Any],
+    history: Sequence[Mapping[str, float]] = (),
+    **hub_kwargs: Any,
+) -> CommitInfo:
+    """
+    Writes a drafter and its model card to a folder for the time of the call, and uploads that.
+
+    Args:
+        snapshot ([`~tlt_trl.drafter.checkpoint.DrafterSnapshot`]):
+            The drafter.
+        repo_id, provenance, history:
+            As in [`write_model_card`].
+        **hub_kwargs:
+            As in [`upload`].
+    """
+    with tempfile.TemporaryDirectory(prefix="tlt-trl-push-") as folder:
+        snapshot.write(folder, provenance)
+        write_model_card(folder, repo_id, snapshot.config, provenance, history)
+        return upload(folder, repo_id, **hub_kwargs)
+
+
 class BackgroundPusher:
     """
     Pushes drafters one after the other in a thread; a push that fails is reported and forgotten.
@@ -314,10 +338,9 @@ class BackgroundPusher:
 
     def _push(self, snapshot, provenance, history, commit_message, local_copy) -> None:
         try:
-            with tempfile.TemporaryDirectory(prefix="tlt-trl-push-") as folder:
-                snapshot.write(folder, provenance)
-                write_model_card(folder, self.repo_id, snapshot.config, provenance, history)
-                upload(folder, self.repo_id, commit_message=commit_message, **self._hub_kwargs)
+            push_snapshot(
+                snapshot, self.repo_id, provenance, history, commit_message=commit_message, **self._hub_kwargs
+            )
         except Exception as error:  # whatever a network can think of, and none of it is worth a training run
             options = " --private" if self._hub_kwargs["private"] else ""
             if self._hub_kwargs["revision"] is not None:

@@ -6,7 +6,6 @@ names are those of EAGLE-3 checkpoints, so the state dict is the file the engine
 """
 
 import os
-import tempfile
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -282,12 +281,8 @@ class Drafter(PreTrainedModel):
                 Folder or Hub id of an EAGLE-3 head in safetensors.
             policy_config ([`~transformers.PretrainedConfig`], *optional*):
                 Configuration of the policy it shall draft for, checked when given.
-            dtype (`torch.dtype`, *optional*, defaults to `torch.float32`):
-                Dtype of the parameters. Training needs fp32.
-            revision (`str`, *optional*):
-                Branch, tag or commit on the Hub.
-            token (`str` or `bool`, *optional*):
-                Token for the Hub.
+            dtype, revision, token:
+                As in `load_drafter`.
         """
         from .checkpoint import load_drafter
 
@@ -315,14 +310,11 @@ class Drafter(PreTrainedModel):
         Returns:
             [`~huggingface_hub.CommitInfo`]: The commit.
         """
-        from .checkpoint import run_facts
-        from .hub import upload, write_model_card
+        from .checkpoint import DrafterSnapshot, run_facts
+        from .hub import push_snapshot
 
-        provenance = {**run_facts(), **(provenance or {})}
-        with tempfile.TemporaryDirectory(prefix="tlt-trl-push-") as folder:
-            self.save_pretrained(folder, dtype=dtype, provenance=provenance)
-            write_model_card(folder, repo_id, self.config, provenance)
-            return upload(folder, repo_id, **hub_kwargs)
+        snapshot = DrafterSnapshot.of(self, dtype)
+        return push_snapshot(snapshot, repo_id, {**run_facts(), **(provenance or {})}, **hub_kwargs)
 
     def check_fits(self, policy_config: PretrainedConfig) -> None:
         """Raises a `ValueError` that names the field when this drafter cannot draft for a policy."""
