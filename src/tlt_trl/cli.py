@@ -260,118 +260,110 @@ def run_bench_strategies(args: argparse.Namespace) -> int:
 
 
 def _bench_strategies(case: dict, args: argparse.Namespace) -> tuple[dict, dict]:
-    import torch
     from transformers import AutoTokenizer
 
     from .bench import compare_rollouts, strategy_table
-    from .drafter.ngram import NgramDrafter
     from .generation.engine import RolloutEngine
     from .generation.rollout_loop import RolloutLoop
-    from .generation.standalone import build_llm, completion_ids
     from .strategy import Strategy, make_selector
 
     prompts = read_prompts(Path(case["prompts"]), AutoTokenizer.from_pretrained(case["model"]))
-    shape = {
-        "max_num_seqs": args.max_num_seqs,
-        "max_model_len": max(map(len, prompts)) + case["max_completion_length"],
-        "seed": args.seed,
-    }
-    plain = build_llm(case["model"], **shape)
     longest = max([*args.draft_tokens, *args.ngram_draft_tokens])
-    speculative = build_llm(case["model"], drafter=case["drafter"], max_draft_tokens=longest, **shape)
+    plain, speculative = _engine_pair(
+        case["model"], case["drafter"], prompts, case["max_completion_length"], args, max_draft_tokens=longest
+    )
     engine = RolloutEngine(speculative)
     strategies = [Strategy("eagle3", number) for number in args.draft_tokens]
     strategies += [Strategy("ngram", number) for number in args.ngram_draft_tokens]
+    adaptive = make_selector(args.selector, strategies, args.max_num_seqs, seed=args.seed)
+    selectors = {"off": make_selector("fixed", strategies[:1], args.max_num_seqs, activation_threshold=0)}
+    selectors |= {str(strategy): make_selector("fixed", [strategy], args.max_num_seqs) for strategy in strategies}
+    selectors["adaptive"] = adaptive
 
-    def generate(llm, selector=None):
-        loop = None if selector is None else RolloutLoop(engine, selector)
-        written = NgramDrafter()
-
-        def run(batch: Sequence[list[int]], seed: int) -> list[list[int]]:
-            torch.manual_seed(seed)  # the engines live in this process and sample from its random state
-            llm.rollout_loop, engine.ngram = loop, written  # nobody looks up in what another has written
-            sampling = {"temperature": args.temperature, "max_tokens": case["max_completion_length"], "logprobs": 0}
-            return completion_ids(llm, batch, **sampling)
-
-        return run
-
-    competitors = {
-        "plain": generate(plain),
-        "off": generate(
-            speculative, make_selector("fixed", strategies[:1], args.max_num_seqs, activation_threshold=0)
-        ),
-    }
-    for strategy in strategies:
-        competitors[str(strategy)] = generate(
-            speculative, make_selector("fixed", [strategy], args.max_num_seqs, seed=args.seed)
-        )
-    selector = make_selector(args.selector, strategies, args.max_num_seqs, seed=args.seed)
-    competitors["adaptive"] = generate(speculative, selector)
+    sampling = {"temperature": args.temperature, "max_tokens": case["max_completion_length"]}
+    competitors = {"plain": _competitor(plain, None, **sampling)}
+    for name, selector in selectors.items():
+        competitors[name] = _competitor(speculative, RolloutLoop(engine, selector), **sampling)
     results = compare_rollouts(
         competitors, prompts, rounds=args.rounds, warmup_rounds=args.warmup_rounds, seed=args.seed
     )
-    raw = {
-        name: [{"seconds": r.seconds, "lengths": r.lengths} for r in rollouts] for name, rollouts in results.items()
-    }
-    return strategy_table(results, "plain", "adaptive"), {"rollouts": raw, "selector": selector.summary()}
+    return strategy_table(results, "plain", "adaptive"), {"rollouts": _raw(results), "selector": adaptive.summary()}
 
 
 def run_bench_rollout(args: argparse.Namespace) -> int:
-    import torch
     from transformers import AutoTokenizer
 
     from .bench import compare_rollouts, speedup
     from .generation.engine import RolloutEngine
     from .generation.rollout_loop import RolloutLoop
-    from .generation.standalone import build_llm, completion_ids
     from .strategy import Strategy, make_selector
 
     prompts = read_prompts(args.prompts, AutoTokenizer.from_pretrained(args.model))
     prompts = [prompts[i % len(prompts)] for i in range(args.num_prompts)]
-    shape = {
-        "max_num_seqs": args.max_num_seqs,
-        "max_model_len": max(map(len, prompts)) + args.max_completion_length,
-        "seed": args.seed,
-    }
-    plain = build_llm(args.model, **shape)
-    speculative = build_llm(
+    plain, speculative = _engine_pair(
         args.model,
-        drafter=args.drafter,
+        args.drafter,
+        prompts,
+        args.max_completion_length,
+        args,
         max_draft_tokens=max(args.draft_tokens),
         draft_sampling=args.draft_sampling,
-        **shape,
     )
     strategies = [Strategy("eagle3", number, args.draft_sampling) for number in args.draft_tokens]
     selector = make_selector(args.selector, strategies, args.max_num_seqs, seed=args.seed)
-    engine = RolloutEngine(speculative, fast_cpu_sampling=not args.stock_sampler)
-    loop = speculative.rollout_loop = RolloutLoop(engine, selector)
+    loop = RolloutLoop(RolloutEngine(speculative, fast_cpu_sampling=not args.stock_sampler), selector)
 
-    def generate(llm):
-        def run(batch: Sequence[list[int]], seed: int) -> list[list[int]]:
-            torch.manual_seed(seed)  # the engines live in this process and sample from its random state
-            return completion_ids(
-                llm, batch, temperature=args.temperature, max_tokens=args.max_completion_length, logprobs=0
-            )
-
-        return run
-
-    engines = {"plain": generate(plain), "speculative": generate(speculative)}
-    results = compare_rollouts(engines, prompts, rounds=args.rounds, seed=args.seed)
+    sampling = {"temperature": args.temperature, "max_tokens": args.max_completion_length}
+    competitors = {
+        "plain": _competitor(plain, None, **sampling),
+        "speculative": _competitor(speculative, loop, **sampling),
+    }
+    results = compare_rollouts(competitors, prompts, rounds=args.rounds, seed=args.seed)
     stats = loop.pop_stats()
     summary = {
         "rollout_speedup": round(speedup(results, "speculative", "plain"), 3),
         "acceptance_length": round(stats.acceptance_length, 3),
         "accepted_by_position": [round(share, 3) for share in stats.acceptance_by_position],
-        "steps_by_strategy": loop.steps_by_strategy,
+        "steps_by_strategy": loop.ledger.steps_by_strategy(),
     }
     for name, rollouts in results.items():
         summary[f"{name}_tokens_per_s"] = round(statistics.median(r.tokens_per_s for r in rollouts), 1)
         summary[f"{name}_mean_length"] = round(statistics.mean(n for r in rollouts for n in r.lengths), 1)
     if args.output is not None:
-        raw = {name: [{"seconds": r.seconds, "lengths": r.lengths} for r in rs] for name, rs in results.items()}
-        args.output.write_text(json.dumps({"summary": summary, "rollouts": raw, "selector": selector.summary()}))
+        raw = {"summary": summary, "rollouts": _raw(results), "selector": selector.summary()}
+        args.output.write_text(json.dumps(raw))
     print(json.dumps(summary))
     return 0
+
+
+def _engine_pair(model: str, drafter: str, prompts, max_completion_length: int, args, **speculative_kwargs):
+    """A plain engine and one with a drafter, in this process and with room for the same requests."""
+    from .generation.standalone import build_llm
+
+    shape = {
+        "max_num_seqs": args.max_num_seqs,
+        "max_model_len": max(map(len, prompts)) + max_completion_length,
+        "seed": args.seed,
+    }
+    return build_llm(model, **shape), build_llm(model, drafter=drafter, **speculative_kwargs, **shape)
+
+
+def _competitor(llm, loop, **sampling):
+    """What [`~tlt_trl.bench.compare_rollouts`] times: an engine, stepped by a loop if there is one."""
+    import torch
+
+    from .generation.standalone import completion_ids
+
+    def generate(prompts: Sequence[list[int]], seed: int) -> list[list[int]]:
+        torch.manual_seed(seed)  # the engines live in this process and sample from its random state
+        llm.rollout_loop = loop
+        return completion_ids(llm, prompts, logprobs=0, **sampling)
+
+    return generate
+
+
+def _raw(results) -> dict[str, list[dict]]:
+    return {name: [{"seconds": r.seconds, "lengths": r.lengths} for r in rows] for name, rows in results.items()}
 
 
 # ---- doctor -------------------------------------------------------------------------------------------------------

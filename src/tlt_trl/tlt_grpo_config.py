@@ -336,11 +336,16 @@ class TLTGRPOConfig(GRPOConfig):
             raise ValueError(f"`{name}` must be at least {low}{upper}, got {value}.")
 
     @property
+    def all_draft_token_choices(self) -> list[int]:
+        """Numbers of draft tokens that any strategy of this run proposes."""
+        if self.speculation_selector == "fixed":
+            return [self.num_draft_tokens]
+        return [*self.draft_token_choices, *self.ngram_draft_token_choices]
+
+    @property
     def max_num_draft_tokens(self) -> int:
         """Largest number of draft tokens that any strategy of this run proposes."""
-        if self.speculation_selector == "fixed":
-            return self.num_draft_tokens
-        return max([*self.draft_token_choices, *self.ngram_draft_token_choices])
+        return max(self.all_draft_token_choices)
 
     @classmethod
     def from_grpo_config(cls, config: GRPOConfig) -> "TLTGRPOConfig":

@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from tlt_trl.drafter.checkpoint import save_drafter
 from tlt_trl.drafter.modeling_drafter import Drafter
+from tlt_trl.drafter.ngram import NgramDrafter
 from tlt_trl.generation.engine import RolloutEngine, WeightMismatchError
 from tlt_trl.generation.rollout_loop import RolloutLoop
 from tlt_trl.generation.standalone import build_llm, completion_ids
@@ -222,7 +223,7 @@ def looking_up(setup, phases):
 
 def remember_nearly_right_answers(setup, num_tokens=80):
     """Starts the lookup anew, with earlier answers in which every seventh token is another one."""
-    setup.engine.ngram.__init__()
+    setup.engine.ngram = NgramDrafter()
     for prompt, answer in zip(PROMPTS, setup.reference(max_tokens=num_tokens), strict=True):
         wrong = [(token + 1) % 64 if position % 7 == 6 else token for position, token in enumerate(answer)]
         setup.engine.ngram.remember(prompt, wrong)
@@ -234,7 +235,6 @@ def looked_up(setup):
     remember_nearly_right_answers(setup)
     yield setup
     setup.engine.num_lookup_tokens = 0
-    setup.engine.ngram.__init__()
 
 
 def test_greedy_text_with_looked_up_tokens_is_the_policys(looked_up):
@@ -273,7 +273,6 @@ def test_rollout_that_runs_into_the_context_limit(looked_up, num_draft_tokens, n
 
 
 def test_answers_that_were_looked_up_for_are_kept_once(looked_up):
-    looked_up.engine.ngram.__init__()
     strategies = [Strategy("ngram", 4)]
     looked_up.llm.rollout_loop = RolloutLoop(looked_up.engine, make_selector("fixed", strategies, 4))
     try:

@@ -31,7 +31,6 @@ class ScriptedEngine:
         self.steps, self.finished_at, self.now = steps, finished_at, 0
         self.asked, self.probabilistic = [], []
         self.num_lookup_tokens, self.looked_up = 0, []
-        self.ngram = RecordingNgramDrafter()
 
     def has_unfinished_requests(self):
         return self.now < len(self.steps)
@@ -93,6 +92,7 @@ class RecordingSelector:
 def run(steps, finished_at=None, choose=lambda batch_size: Strategy("eagle3", 2), learning=True):
     engine = ScriptedEngine(steps, finished_at or {"0": len(steps) - 1})
     loop = RolloutLoop(engine, RecordingSelector(choose))
+    loop.ngram = RecordingNgramDrafter()
     loop.learning = learning
     return loop, loop.run()
 
@@ -171,8 +171,8 @@ def test_lookup_asks_the_drafter_for_nothing_and_learns_from_what_was_found():
 
 def test_finished_answers_reach_the_lookup():
     loop, _ = run([step(2, 0, 2, prefill=True), step(2, 2, 2, (1, 0))], {"10": 0, "9": 1})
-    assert loop.engine.ngram.rollouts == 1
-    assert loop.engine.ngram.remembered == [([1, 2], [7, 10]), ([1, 2], [7, 9])]
+    assert loop.engine.ngram is loop.ngram and loop.ngram.rollouts == 1
+    assert loop.ngram.remembered == [([1, 2], [7, 10]), ([1, 2], [7, 9])]
 
 
 def test_a_draft_cut_short_teaches_nothing():

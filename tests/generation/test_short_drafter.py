@@ -39,4 +39,4 @@ def test_rollout_past_the_drafters_positions_is_the_policys(tmp_path):
                 torch.tensor([prompt]), max_new_tokens=80, do_sample=False, eos_token_id=None, pad_token_id=3
             )
             assert completion == expected[0, len(prompt) :].tolist()
-    assert len(loop.steps_by_strategy) == 4
+    assert len(loop.ledger.steps_by_strategy()) == 4

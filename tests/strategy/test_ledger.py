@@ -39,6 +39,7 @@ def test_steady_steps_are_priced():
 
 def test_other_steps_only_count():
     ledger = ledger_of((OFF, 1, 1, 0.01, 0, False), (LOOKUP, 1, 5, 0.1, 2000, True))
+    assert ledger.steps_by_strategy() == {"off": 1, "ngram x4": 1}
     assert ledger.sums() == [1, 0, 1, 0, 0, 0, 0]  # of the lookup with that much context nothing is known
     shares = {"tlt/strategy/off": 0.5, "tlt/strategy/ngram_x4": 0.5}
     assert ledger_metrics(KnownRates.strategies, ledger.sums()) == shares

@@ -100,7 +100,6 @@ class DraftLengthSchedule:
     def __init__(self, max_draft_tokens: int):
         self.max_draft_tokens = max_draft_tokens
         self.choose: Callable[[int], int] = lambda batch_size: max_draft_tokens
-        self.context_tokens = 0
 
     def __getitem__(self, batch_size: int) -> int:
         num_draft_tokens = self.choose(batch_size)
@@ -307,7 +306,7 @@ class RolloutEngine:
         self._process_tokens_one_by_one()
         # Draft tokens to look up in earlier text, in place of the drafter's, after the step that is scheduled next.
         self.num_lookup_tokens = 0
-        self.ngram = NgramDrafter()
+        self.ngram: NgramDrafter | None = None  # where to look them up
         self.schedule: DraftLengthSchedule | None = None
         self._deferred: DeferredDrafter | None = None
         if self.speculative_config is not None:

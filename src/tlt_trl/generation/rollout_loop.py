@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from ..drafter.ngram import NgramDrafter
 from ..strategy import StepLedger, Strategy
 from .engine import EngineStep, RolloutEngine
 
@@ -102,9 +103,10 @@ class RolloutLoop:
         self.agree: Callable[[Strategy], Strategy] = lambda strategy: strategy
         self.learning = True  # evaluation rollouts use the selector's choices but teach it nothing
         self.stats = RolloutStats()
-        self.steps_by_strategy: dict[str, int] = {}
         self.disabled: set[str] = set()  # reasons for which speculation is off, whatever the selector says
         self.ledger = StepLedger(selector)
+        self.ngram = NgramDrafter()
+        self._looks_up = any(strategy.method == "ngram" for strategy in selector.strategies)
         # Strategies of the steps that are scheduled and not yet observed: an asynchronous scheduler runs ahead.
         self._scheduled: deque[Strategy] = deque()
         self._last: Strategy | None = None
@@ -131,7 +133,8 @@ class RolloutLoop:
         self.engine.schedule.choose = self._choose
         if self.learning:
             self.selector.start_rollout()
-        self.engine.ngram.start_rollout()
+        self.engine.ngram = self.ngram
+        self.ngram.start_rollout()
         self._scheduled.clear()
         self._last = None
         self._context_tokens = 0  # what the last rollout ended with is gone
@@ -148,15 +151,14 @@ class RolloutLoop:
 
     def _remember(self, output: "RequestOutput") -> None:
         """Gives the answer to the n-gram drafter, for the samples of the same prompt that still run or will."""
-        if any(strategy.method == "ngram" for strategy in self.selector.strategies) and output.prompt_token_ids:
+        if self._looks_up and output.prompt_token_ids:
             for completion in output.outputs:
-                self.engine.ngram.remember(output.prompt_token_ids, list(completion.token_ids))
+                self.ngram.remember(output.prompt_token_ids, list(completion.token_ids))
 
     def _observe(self, step: EngineStep) -> None:
         self.stats.add_step(step)
         strategy, last = self._scheduled.popleft(), self._last
         self._last = strategy
-        self.steps_by_strategy[str(strategy)] = self.steps_by_strategy.get(str(strategy), 0) + 1
         self._context_tokens = step.context_tokens
         # The tokens of a step come from the drafts of the one before: where the two strategies differ, its seconds and
         # its tokens belong to different choices, and a selector that learnt from it would be misled. So it would by a

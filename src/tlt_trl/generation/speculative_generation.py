@@ -157,12 +157,9 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
         """Adds the sizes to capture, unless the user has said which or wants none."""
         if kwargs.get("enforce_eager") or "compilation_config" in kwargs:
             return
-        args, config = self.args, self.model.config.get_text_config()
-        choices = [args.num_draft_tokens]
-        if args.speculation_selector != "fixed":
-            choices = [*args.draft_token_choices, *args.ngram_draft_token_choices]
-        plan = plan_cuda_graphs(choices, kwargs["max_num_seqs"])
+        plan = plan_cuda_graphs(self.args.all_draft_token_choices, kwargs["max_num_seqs"])
         kwargs["compilation_config"] = {"cudagraph_capture_sizes": list(plan.sizes)}
+        config = self.model.config.get_text_config()
         logger.info(plan.describe(config.num_hidden_layers, config.hidden_size, bytes_per_value=2))
 
     def _check_exactness(self) -> None:

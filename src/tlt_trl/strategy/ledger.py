@@ -43,6 +43,10 @@ class StepLedger:
             for position, value in enumerate((1, tokens, seconds, context_tokens)):
                 cell[position] += value
 
+    def steps_by_strategy(self) -> dict[str, int]:
+        """Engine steps of every strategy that was played."""
+        return {str(s): steps for s, steps in zip(self.selector.strategies, self._steps, strict=True) if steps}
+
     def sums(self) -> list[float]:
         """
         Steps of every strategy, then [`PRICED`]; adds up across ranks.
