@@ -1,8 +1,15 @@
 """Fixtures for all tests: small policies and tokenizers made on the spot, since no test may download anything."""
 
 import os
+from pathlib import Path
 
 import pytest
+
+
+ROOT = Path(__file__).parents[1]
+
+# An engine writes into the environment where its process group meets.
+RENDEZVOUS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 # The engine must live in the test's process, and a test must not ask a hub for anything.
@@ -11,6 +18,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def environment_of_its_own() -> dict[str, str]:
+    """
+    Environment for a process that a test starts: it imports `tests` and does not join the engines of other tests.
+    """
+    inherited = {name: value for name, value in os.environ.items() if name not in RENDEZVOUS}
+    return inherited | {"PYTHONPATH": f"{ROOT}{os.pathsep}{inherited.get('PYTHONPATH', '')}"}
 
 
 def save_tiny_policy(directory, vocab_size=64, num_layers=4, seed=0, tied=True, spread=0.3, model_type="llama"):

@@ -16,8 +16,8 @@ from types import SimpleNamespace
 
 import torch
 
-from tests.test_tlt_grpo_trainer import arguments, prompts, text_reward
-from tlt_trl import TLTGRPOConfig, TLTGRPOTrainer, tlt_grpo_trainer
+from tests.test_tlt_grpo_trainer import colocated_arguments, prompts, text_reward
+from tlt_trl import TLTGRPOTrainer, tlt_grpo_trainer
 from tlt_trl.drafter import DrafterTrainer, drafter_trainer
 from tlt_trl.generation import engine, speculative_generation
 from tlt_trl.idle import spot_training
@@ -73,14 +73,9 @@ def main(policy_dir: str, output_dir: str, json_file: str, kwargs: str) -> None:
     kwargs = json.loads(kwargs)
     resume = kwargs.pop("resume", None)
     clock = inject_clock()
-    args = arguments(
-        TLTGRPOConfig,
+    args = colocated_arguments(
         output_dir,
         **{
-            "use_vllm": True,
-            "vllm_mode": "colocate",
-            "vllm_max_model_length": 64,
-            "vllm_engine_kwargs": {"enforce_eager": True, "dtype": "float32", "kv_cache_memory_bytes": 2**28},
             "gradient_accumulation_steps": 2,
             "drafter_time_budget": 0.5,
             "ngram_draft_token_choices": [],  # what a lookup has seen is not in the checkpoint

@@ -21,8 +21,8 @@ def train(policy_dir: str, output_dir: str, json_file: str) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from tests.test_tlt_grpo_trainer import arguments, prompts, text_reward
-    from tlt_trl import Drafter, TLTGRPOConfig, TLTGRPOTrainer
+    from tests.test_tlt_grpo_trainer import colocated_arguments, prompts, text_reward
+    from tlt_trl import Drafter, TLTGRPOTrainer
     from tlt_trl.drafter.warmup import warm_up_drafter
 
     torch.manual_seed(0)
@@ -44,13 +44,8 @@ def train(policy_dir: str, output_dir: str, json_file: str) -> None:
     drafter, _ = warm_up_drafter(
         policy, sequences, epochs=40, unroll_steps=NUM_DRAFT_TOKENS, learning_rate=3e-3, temperature=TEMPERATURE
     )
-    args = arguments(
-        TLTGRPOConfig,
+    args = colocated_arguments(
         output_dir,
-        use_vllm=True,
-        vllm_mode="colocate",
-        vllm_max_model_length=64,
-        vllm_engine_kwargs={"enforce_eager": True, "dtype": "float32", "kv_cache_memory_bytes": 2**28},
         temperature=TEMPERATURE,
         max_completion_length=MAX_COMPLETION_LENGTH,
         speculation_selector="fixed",

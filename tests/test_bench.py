@@ -1,5 +1,4 @@
 import json
-import os
 import subprocess
 import sys
 
@@ -7,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.conftest import environment_of_its_own
 from tlt_trl.bench import TimedRollout, compare_rollouts, format_table, speedup, strategy_table
 from tlt_trl.cli import main
 from tlt_trl.drafter import Drafter, save_drafter
@@ -75,10 +75,7 @@ def test_strategies_of_a_tiny_policy(tiny_policy_dir, tmp_path):
     arguments += ["--warmup_rounds", "1", "--max_num_seqs", "2", "--json", "--output", str(raw)]
     # Two engines, whose memory goes with their process.
     command = [sys.executable, "-m", "tlt_trl.cli", "bench", "strategies", *arguments]
-    # An engine of an earlier test may have left its rendezvous in the environment.
-    rendezvous = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    environment = {name: value for name, value in os.environ.items() if name not in rendezvous}
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment_of_its_own())
     (table,) = json.loads(done.stdout.splitlines()[-1])["tables"]
     assert [row["name"] for row in table["rows"]] == ["plain", "off", "eagle3 x1", "eagle3 x2", "ngram x4", "adaptive"]
     measured = json.loads(raw.read_text())["cases"][0]["rollouts"]

@@ -9,13 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import save_tiny_policy
-from .test_tlt_grpo_trainer import RENDEZVOUS
+from .conftest import ROOT, environment_of_its_own, save_tiny_policy
 
 
 pytestmark = pytest.mark.engine
 
-ROOT = Path(__file__).parents[1]
 # Wall-clock that no clock was injected into, and that no two runs have in common.
 TIMES = re.compile("step_time|idle|latency|capture")
 
@@ -23,12 +21,9 @@ TIMES = re.compile("step_time|idle|latency|capture")
 def run(
     launcher: list[str], policy: str, output_dir: Path, result: Path, environment: dict[str, str], **kwargs
 ) -> str:
-    inherited = {name: value for name, value in os.environ.items() if name not in RENDEZVOUS}
-    inherited["PYTHONPATH"] = os.pathsep.join([str(ROOT), inherited.get("PYTHONPATH", "")])
+    environment = environment_of_its_own() | environment
     script = [str(ROOT / "tests" / "resume_run.py"), policy, str(output_dir), str(result), json.dumps(kwargs)]
-    done = subprocess.run(
-        [*launcher, *script], env=inherited | environment, cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([*launcher, *script], env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     return done.stderr
 

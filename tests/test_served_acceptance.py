@@ -1,28 +1,21 @@
 """The drafter that a run leaves behind is worth as much in a plain `vllm.LLM` as it was in the trainer."""
 
 import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from .conftest import save_tiny_policy
-from .test_tlt_grpo_trainer import RENDEZVOUS
+from .conftest import ROOT, environment_of_its_own, save_tiny_policy
 
 
 pytestmark = pytest.mark.engine
 
-ROOT = Path(__file__).parents[1]
-
 
 def run(*arguments: str) -> None:
-    environment = {name: value for name, value in os.environ.items() if name not in RENDEZVOUS}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, str(ROOT / "tests" / "served_run.py"), *arguments],
-        env=environment,
+        env=environment_of_its_own(),
         cwd=ROOT,
         capture_output=True,
         text=True,

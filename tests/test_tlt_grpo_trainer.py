@@ -11,7 +11,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from tlt_trl import TLTGRPOConfig, TLTGRPOTrainer
 
-from .conftest import save_tiny_policy
+from .conftest import ROOT, environment_of_its_own, save_tiny_policy
 
 
 def prompts(count=64):
@@ -45,6 +45,13 @@ def arguments(config_class, output_dir, **kwargs):
         }
         | kwargs,
     )
+
+
+def colocated_arguments(output_dir, **kwargs):
+    """`arguments` of a run with an engine of its own, uncompiled and in float32."""
+    engine_kwargs = {"enforce_eager": True, "dtype": "float32", "kv_cache_memory_bytes": 2**26}
+    colocated = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 64}
+    return arguments(TLTGRPOConfig, output_dir, **{**colocated, "vllm_engine_kwargs": engine_kwargs} | kwargs)
 
 
 class TestWithoutVLLM:
@@ -99,8 +106,6 @@ def test_bad_input_is_refused_before_the_engine_is_built(tiny_policy_dir, tmp_pa
         TLTGRPOTrainer(tiny_policy_dir, text_reward, args, prompts())
 
 
-RENDEZVOUS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
 # The engine stays in its process until the end, so each run gets one of its own.
 ENGINE_RUN = """
 import json, sys
@@ -114,15 +119,8 @@ def engine_run(policy_dir, output_dir, peft=False, resume=False, slow_reward=Fal
     """Trains with the real engine and reports what the tests look at."""
     from peft import LoraConfig
 
-    args = arguments(
-        TLTGRPOConfig,
-        output_dir,
-        use_vllm=True,
-        vllm_mode="colocate",
-        vllm_max_model_length=64,
-        vllm_engine_kwargs={"enforce_eager": True, "dtype": "float32"},
-        gradient_accumulation_steps=2,
-        **{"max_steps": 4, "drafter_time_budget": 0.5} | kwargs,
+    args = colocated_arguments(
+        output_dir, gradient_accumulation_steps=2, **{"max_steps": 4, "drafter_time_budget": 0.5} | kwargs
     )
     peft_config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"]) if peft else None
     trainer = TLTGRPOTrainer(
@@ -164,15 +162,12 @@ def engine_run(policy_dir, output_dir, peft=False, resume=False, slow_reward=Fal
 
 
 def run_in_process(policy_dir, output_dir, **kwargs):
-    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    # Engines of other tests leave their rendezvous in the environment; the new process must not join it.
-    environment = {name: value for name, value in os.environ.items() if name not in RENDEZVOUS}
     done = subprocess.run(
         [sys.executable, "-c", ENGINE_RUN, policy_dir, str(output_dir), json.dumps(kwargs)],
         capture_output=True,
         text=True,
-        cwd=root,
-        env=environment,
+        cwd=ROOT,
+        env=environment_of_its_own(),
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]

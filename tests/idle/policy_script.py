@@ -10,9 +10,9 @@ import sys
 import time
 
 import torch
-from tests.test_tlt_grpo_trainer import arguments, prompts, text_reward
+from tests.test_tlt_grpo_trainer import colocated_arguments, prompts, text_reward
 
-from tlt_trl import TLTGRPOConfig, TLTGRPOTrainer
+from tlt_trl import TLTGRPOTrainer
 
 
 class StragglingTrainer(TLTGRPOTrainer):
@@ -29,17 +29,7 @@ def main():
     rank = int(os.environ["LOCAL_RANK"])
     cores = sorted(os.sched_getaffinity(0))
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[i % len(cores)]) for i in range(2))
-    args = arguments(
-        TLTGRPOConfig,
-        output_dir,
-        use_vllm=True,
-        vllm_mode="colocate",
-        vllm_max_model_length=64,
-        vllm_engine_kwargs={"enforce_eager": True, "dtype": "float32", "kv_cache_memory_bytes": 2**26},
-        speculation_selector="fixed",
-        speculation_activation_threshold=0,
-        **options,
-    )
+    args = colocated_arguments(output_dir, speculation_selector="fixed", speculation_activation_threshold=0, **options)
     trainer = StragglingTrainer(policy, text_reward, args, prompts())
     drafter_before = [parameter.detach().clone() for parameter in trainer.drafter.parameters()]
     trainer.train()

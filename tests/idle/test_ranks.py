@@ -1,7 +1,6 @@
 """Several real processes over gloo, without an engine: merging, ranks with nothing to do, ranks that die."""
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.test_tlt_grpo_trainer import RENDEZVOUS
+from tests.conftest import environment_of_its_own
 
 
 SCRIPT = Path(__file__).with_name("rank_script.py")
@@ -21,8 +20,7 @@ def run_ranks(folder, world_size, **options):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    environment = {name: value for name, value in os.environ.items() if name not in RENDEZVOUS}
-    environment["OMP_NUM_THREADS"] = "1"
+    environment = environment_of_its_own() | {"OMP_NUM_THREADS": "1"}
     started = time.perf_counter()
     processes = [
         subprocess.Popen(

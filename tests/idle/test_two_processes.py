@@ -1,27 +1,21 @@
 """The trainer on two real processes, each with its own engine."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from tests.conftest import save_tiny_policy
-from tests.test_tlt_grpo_trainer import RENDEZVOUS
+from tests.conftest import ROOT, environment_of_its_own, save_tiny_policy
 
 from tlt_trl.telemetry.timeline import DRAFTER_TRAINING, MERGING, POLICY_TRAINING, WAITING, read_timelines
-
-
-ROOT = Path(__file__).parents[2]
 
 
 def train(policy, output_dir, **options):
     """Results of both ranks and the policy's weights afterwards."""
     output_dir.mkdir()
-    environment = {name: value for name, value in os.environ.items() if name not in RENDEZVOUS}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    environment = environment_of_its_own() | {"OMP_NUM_THREADS": "1"}
     config = ROOT / "accelerate_configs" / "cpu_2_processes.yaml"
     command = ["-m", "accelerate.commands.launch", "--config_file", str(config), "--main_process_port", "0"]
     script = str(Path(__file__).with_name("policy_script.py"))

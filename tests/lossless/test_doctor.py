@@ -1,11 +1,11 @@
 """`tlt-trl doctor` on a tiny policy: what it prints and returns, and that it catches the fault of the CPU backend."""
 
 import json
-import os
 import subprocess
 import sys
 
 import pytest
+from tests.conftest import environment_of_its_own
 
 from tlt_trl import doctor
 from tlt_trl.doctor import Finding, as_table, check_model, check_versions, prepare_drafter
@@ -17,9 +17,8 @@ pytest.importorskip("vllm")
 
 def run(*args, **env):
     command = [sys.executable, "-m", "tlt_trl.cli", "doctor", *args]
-    # An engine in this process has written where its process group meets; the command must find a place of its own.
-    inherited = {name: value for name, value in os.environ.items() if name not in ("MASTER_ADDR", "MASTER_PORT")}
-    return subprocess.run(command, capture_output=True, text=True, env=inherited | env, check=False, timeout=300)
+    environment = environment_of_its_own() | env
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=300)
 
 
 @pytest.mark.engine
