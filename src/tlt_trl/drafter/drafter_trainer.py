@@ -53,9 +53,9 @@ class DrafterTrainer:
         unroll_steps (`int`, *optional*, defaults to `5`):
             Draft steps trained. Cost grows linearly; the drafter is poor at drafting more tokens than this.
         max_tokens_per_step (`int`, *optional*, defaults to `1024`):
-            Tokens of one packed batch. Smaller means more updates from the same data (on 32k tokens of a 135M policy,
-            256 learned in two epochs what 1024 learned in five) and a quicker reaction to the stop signal; larger
-            means less overhead and fewer long samples cut, because a longer sample is trained on in windows.
+            Tokens of one packed batch. Smaller means more updates from the same data and a quicker reaction to the
+            stop signal; larger means less overhead and fewer long samples cut, because a longer sample is trained on
+            in windows.
         loss_decay (`float`, *optional*, defaults to `0.8`):
             Weight of draft step j is `loss_decay ** j`: later tokens count only when the earlier ones are accepted.
         max_grad_norm (`float`, *optional*, defaults to `0.5`):
