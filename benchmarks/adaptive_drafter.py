@@ -3,88 +3,106 @@ Does training the drafter keep acceptance up while the policy moves, and bring i
 
     python benchmarks/adaptive_drafter.py --output benchmarks/results/adaptive_drafter.json
 
-The same GRPO run twice, each in a process of its own: with the drafter trained, and frozen after its warm-up. Three
-draft tokens always, so that acceptance lengths can be compared. After `--steps` policy steps, noise is added to every
-weight matrix of the policy (`--jump`, relative to its standard deviation), and `--steps_after` more follow.
+The same GRPO run twice, each in a process of its own: with the drafter trained, and frozen after its warm-up, always
+with the same number of draft tokens, so that acceptance lengths can be compared. After `--steps` policy steps the
+policy jumps: a supervised training of `--jump_tokens` teaches it another layout of its answers, and `--steps_after`
+more steps follow.
 """
 
 import argparse
 import json
 import os
-import statistics
+import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "examples"))
+def other_layout(solution: str) -> str:
+    """`"4 - 9 = -5"` becomes `"4, -9: -5"`: every token of it is in the drafter's reduced vocabulary."""
+    return re.sub(r"(-?\d+) ([+-]) (\d+) = ", r"\1, \2\3: ", solution)
 
 
-def run_variant(args: argparse.Namespace) -> list[dict]:
-    """Trains once in this process and returns the logs."""
-    import torch
-    from transformers import AutoTokenizer, TrainerCallback
+def run_variant(args: argparse.Namespace) -> dict[str, list[dict]]:
+    """Trains once in this process and returns the logs of steps and evaluations."""
+    from demo_run import make_config, make_dataset, make_trainer
+    from transformers import TrainerCallback
 
-    from cold_start import cold_started_policy
-    from grpo_reasoning_gym import DEFAULTS, DemoArguments, MetricsFile, warmed_up_drafter, write_prompts
-    from reasoning_tasks import make_dataset, step_reward
-    from tlt_trl import TLTGRPOConfig, TLTGRPOTrainer
+    from cold_start import ColdStartConfig, train_on_answers
 
     class Jump(TrainerCallback):
-        def on_step_end(self, callback_args, state, control, model, **kwargs):
+        def on_step_begin(self, callback_args, state, control, model, processing_class, **kwargs):
             if state.global_step != args.steps:
                 return
-            generator = torch.Generator().manual_seed(args.seed)
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    if parameter.dim() > 1:
-                        noise = torch.randn(parameter.shape, generator=generator).to(parameter)
-                        parameter += args.jump * parameter.std() * noise
+            rows = make_dataset(split="jump", seed=args.seed)
+            rows = rows.map(lambda row: {"solution": other_layout(row["solution"])})
+            train_on_answers(
+                model, processing_class, rows, ColdStartConfig(max_tokens=args.jump_tokens, seed=args.seed)
+            )
+
+    class Logs(TrainerCallback):
+        """
+        Logs of the steps, and of evaluations on the same tasks every time: a step's own acceptance length depends on
+        which tasks it drew.
+        """
+
+        def __init__(self):
+            self.steps, self.evaluations = [], []
+
+        def on_step_end(self, callback_args, state, control, **kwargs):
+            control.should_evaluate = state.global_step % 5 == 0 or state.global_step >= args.steps
+
+        def on_log(self, callback_args, state, control, logs, **kwargs):
+            row = {"step": state.global_step, **{name: float(value) for name, value in logs.items()}}
+            if "eval_reward" in logs:
+                self.evaluations.append(row)
+            elif "reward" in logs:
+                self.steps.append(row)
 
     with tempfile.TemporaryDirectory() as folder:
-        config = TLTGRPOConfig(
-            **DEFAULTS
-            | {
-                "output_dir": folder,
-                "max_steps": args.steps + args.steps_after,
-                "gradient_accumulation_steps": args.gradient_accumulation_steps,
-                "learning_rate": args.learning_rate,
-                "warmup_steps": 0,
-                "lr_scheduler_type": "constant",
-                "speculation_selector": "fixed",
-                "num_draft_tokens": 3,
-                "train_drafter": args.variant == "trained",
-                "drafter_time_budget": args.drafter_time_budget,
-                "seed": args.seed,
-            }
+        model, config = make_config(
+            folder,
+            args.seed,
+            max_steps=args.steps + args.steps_after,
+            gradient_accumulation_steps=args.gradient_accumulation_steps,
+            learning_rate=args.learning_rate,
+            warmup_steps=0,
+            lr_scheduler_type="constant",
+            speculation_selector="fixed",
+            num_draft_tokens=args.num_draft_tokens,
+            train_drafter=args.variant == "trained",
+            drafter_time_budget=args.drafter_time_budget,
         )
-        dataset = make_dataset(split="train", seed=args.seed)
-        model = str(cold_started_policy())
-        prompts = write_prompts(dataset, Path(folder) / "prompts.jsonl", 512)
-        config.drafter_model_name_or_path = warmed_up_drafter(model, prompts, DemoArguments(), config)
-        metrics = MetricsFile(Path(folder) / "metrics.jsonl")
-        tokenizer = AutoTokenizer.from_pretrained(model)
-        callbacks = [metrics, Jump()]
-        trainer = TLTGRPOTrainer(model, step_reward, config, dataset, processing_class=tokenizer, callbacks=callbacks)
+        logs = Logs()
+        trainer = make_trainer(model, config, [logs, Jump()], num_eval_tasks=32)
+        trainer.evaluate()
         trainer.train()
-        return metrics.rows
+    return {"steps": logs.steps, "evaluations": logs.evaluations}
 
 
-def summarise(rows: dict[str, list[dict]], steps: int) -> dict[str, float]:
-    """Acceptance lengths before and after the jump. Row i is a rollout after i policy steps."""
-    lengths = {name: [row["tlt/acceptance_length"] for row in logs] for name, logs in rows.items()}
-    last = {name: statistics.mean(values[steps - 3 : steps]) for name, values in lengths.items()}
-    summary = {"first": lengths["trained"][0], "gain_over_frozen": last["trained"] / last["frozen"] - 1}
-    for name, values in lengths.items():
-        summary[f"{name}_before_jump"] = last[name]
-        summary[f"{name}_at_jump"] = values[steps]
-        summary[f"{name}_three_steps_later"] = values[steps + 3]
-    summary["recovered_within_3_steps"] = max(lengths["trained"][steps + 1 : steps + 4]) >= 0.95 * last["trained"]
-    trained = rows["trained"]
-    summary["drafter_seconds_share"] = sum(row["tlt/drafter/seconds"] for row in trained) / sum(
-        row["step_time"] for row in trained
+def summarise(logs: dict[str, dict[str, list[dict]]], steps: int) -> dict[str, float]:
+    """
+    Acceptance lengths of the evaluations before and after the jump.
+
+    The first rollout after the jump is what the drafter has its first features of the new policy from; the evaluation
+    right after it shows the fall, the three that follow the recovery.
+    """
+    lengths = {
+        name: {row["step"]: row["eval_tlt/acceptance_length"] for row in log["evaluations"]}
+        for name, log in logs.items()
+    }
+    summary = {"first": lengths["trained"][0]}
+    for name, length in lengths.items():
+        summary[f"{name}_before_jump"] = length[steps]
+        summary[f"{name}_at_jump"] = length[steps + 1]
+        summary[f"{name}_three_steps_later"] = length[steps + 4]
+    trained = lengths["trained"]
+    summary["gain_over_frozen"] = trained[steps] / lengths["frozen"][steps] - 1
+    summary["recovered_share"] = max(trained[steps + i] for i in (2, 3, 4)) / trained[steps]
+    rows = logs["trained"]["steps"]
+    summary["drafter_seconds_share"] = sum(row["tlt/drafter/seconds"] for row in rows) / sum(
+        row["step_time"] for row in rows
     )
     return {key: round(value, 4) for key, value in summary.items()}
 
@@ -93,10 +111,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="raw figures (JSON)")
     parser.add_argument("--steps", type=int, default=20, help="policy steps before the jump")
-    parser.add_argument("--steps_after", type=int, default=4, help="rollouts from the jump on, at least 4")
+    parser.add_argument("--steps_after", type=int, default=4, help="steps from the jump on, at least 4")
     parser.add_argument("--gradient_accumulation_steps", type=int, default=4, help="4 answers each")
     parser.add_argument("--learning_rate", type=float, default=1e-4)
-    parser.add_argument("--jump", type=float, default=0.05, help="noise added, in standard deviations of each matrix")
+    parser.add_argument("--num_draft_tokens", type=int, default=5)
+    parser.add_argument("--jump_tokens", type=int, default=4000, help="tokens of the supervised training")
     parser.add_argument(
         "--drafter_time_budget", type=float, default=0.25, help="share of a step, as waiting would give"
     )
@@ -108,7 +127,7 @@ def main() -> None:
     if args.variant is not None:
         args.output.write_text(json.dumps(run_variant(args)))
         return
-    rows = {}
+    logs = {}
     for variant in ("frozen", "trained"):
         part = args.output.with_suffix(f".{variant}.json")
         subprocess.run(
@@ -116,11 +135,11 @@ def main() -> None:
             check=True,
             env=os.environ | {"TOKENIZERS_PARALLELISM": "false"},
         )
-        rows[variant] = json.loads(part.read_text())
+        logs[variant] = json.loads(part.read_text())
         part.unlink()
-    summary = summarise(rows, args.steps)
+    summary = summarise(logs, args.steps)
     settings = {key: value for key, value in vars(args).items() if key not in ("output", "variant")}
-    args.output.write_text(json.dumps({"settings": settings, "summary": summary, "rows": rows}) + "\n")
+    args.output.write_text(json.dumps({"settings": settings, "summary": summary, "logs": logs}) + "\n")
     print(json.dumps(summary))
 
 

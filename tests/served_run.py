@@ -23,7 +23,7 @@ def train(policy_dir: str, output_dir: str, json_file: str) -> None:
 
     from tests.test_tlt_grpo_trainer import colocated_arguments, prompts, text_reward
     from tlt_trl import Drafter, TLTGRPOTrainer
-    from tlt_trl.drafter.warmup import warm_up_drafter
+    from tlt_trl.drafter.warmup import DrafterWarmup
 
     torch.manual_seed(0)
     policy = AutoModelForCausalLM.from_pretrained(policy_dir, dtype=torch.float32)
@@ -41,9 +41,10 @@ def train(policy_dir: str, output_dir: str, json_file: str) -> None:
     )
     width = ids.shape[1]
     sequences = [(row[:width].tolist(), row[width:].tolist()) for row in answers]
-    drafter, _ = warm_up_drafter(
-        policy, sequences, epochs=40, unroll_steps=NUM_DRAFT_TOKENS, learning_rate=3e-3, temperature=TEMPERATURE
-    )
+    drafter = Drafter.from_policy(policy)
+    warmup = DrafterWarmup(policy, drafter, unroll_steps=NUM_DRAFT_TOKENS, learning_rate=3e-3, temperature=TEMPERATURE)
+    warmup.add(sequences)
+    warmup.train(epochs=40)
     args = colocated_arguments(
         output_dir,
         temperature=TEMPERATURE,

@@ -3,13 +3,17 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from datasets import Dataset
+from transformers import AutoConfig
 from trl import GRPOConfig, GRPOTrainer
 
-from tlt_trl import TLTGRPOConfig, TLTGRPOTrainer
+from tlt_trl import Drafter, TLTGRPOConfig, TLTGRPOTrainer
 
 from .conftest import ROOT, environment_of_its_own, save_tiny_policy
 
@@ -115,9 +119,30 @@ if __name__ == "__main__":
 """
 
 
+class RecordingHub:
+    """What `transformers` asks of the Hub while it trains; remembers which files of the drafter were there to push."""
+
+    def __init__(self):
+        self.pushed = []
+
+    def create_repo(self, name, **kwargs):
+        return SimpleNamespace(repo_id=f"somebody/{name}")
+
+    def upload_folder(self, folder_path, path_in_repo="", **kwargs):
+        drafter = Path(folder_path) / "drafter"
+        self.pushed.append([path_in_repo, sorted(str(p.relative_to(drafter)) for p in drafter.rglob("*.*"))])
+        done = Future()
+        done.set_result(None)
+        return done
+
+
 def engine_run(policy_dir, output_dir, peft=False, resume=False, slow_reward=False, **kwargs):
     """Trains with the real engine and reports what the tests look at."""
     from peft import LoraConfig
+    from transformers import trainer as transformers_trainer
+
+    hub = RecordingHub()
+    transformers_trainer.hf_api = lambda: hub
 
     args = colocated_arguments(
         output_dir, gradient_accumulation_steps=2, **{"max_steps": 4, "drafter_time_budget": 0.5} | kwargs
@@ -157,6 +182,8 @@ def engine_run(policy_dir, output_dir, peft=False, resume=False, slow_reward=Fal
         "draft_token_ids": trainer.drafter.draft_token_ids.tolist(),
         "eval_left_no_trace": before == traces(),
         "left_by_train": left_by_train,
+        "best_checkpoint": trainer.state.best_model_checkpoint,
+        "pushed": hub.pushed,
         "saved": sorted(os.listdir(os.path.join(output_dir, "final", "drafter"))),
     }
 
@@ -246,6 +273,37 @@ class TestWithTheRealEngine:
         assert run_in_process(policy, tmp_path / "run", **other)["drafter_sum"] == first["drafter_sum"]
         longer = run_in_process(policy, tmp_path / "run", drafter_vocab_size=32, resume=True, max_steps=8, **saving)
         assert longer["drafter_steps"] > first["drafter_steps"]
+
+    def test_best_checkpoint_has_its_drafter_and_whole_checkpoints_are_pushed(self, tmp_path):
+        policy = save_tiny_policy(tmp_path / "policy", vocab_size=64, num_layers=2)
+        run = run_in_process(
+            policy,
+            tmp_path / "run",
+            save_strategy="steps",
+            save_steps=2,
+            save_total_limit=1,
+            eval_strategy="steps",
+            eval_steps=2,
+            load_best_model_at_end=True,
+            metric_for_best_model="num_tokens",  # grows: the first checkpoint is the best
+            greater_is_better=False,
+            push_to_hub=True,
+            hub_strategy="checkpoint",
+            hub_always_push=True,
+        )
+        best = tmp_path / "run" / "checkpoint-2"
+        assert run["best_checkpoint"] == str(best)
+        drafter = Drafter.from_pretrained(best / "drafter", AutoConfig.from_pretrained(policy))
+        assert run["drafter_sum"] == sum(parameter.double().sum().item() for parameter in drafter.parameters())
+        # The drafter learnt more before the end, and what `train` leaves behind is the one of the best policy.
+        assert run["drafter_steps"] > json.loads((best / "drafter" / "provenance.json").read_text())["drafter_steps"]
+        assert (tmp_path / "run" / "drafter" / "model.safetensors").read_bytes() == (
+            best / "drafter" / "model.safetensors"
+        ).read_bytes()
+        checkpoints = [files for path, files in run["pushed"] if path == "last-checkpoint"]
+        assert len(checkpoints) == 2
+        for files in checkpoints:
+            assert {"model.safetensors", "config.json", "training/complete.json", "training/rank_0.pt"} <= set(files)
 
     def test_trains_beside_the_reward_function_when_told_to(self, tmp_path):
         policy = save_tiny_policy(tmp_path / "policy", vocab_size=64, num_layers=2)

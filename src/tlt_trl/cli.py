@@ -123,73 +123,18 @@ def _add_warmup(commands) -> None:
 
 
 def run_warmup(args: argparse.Namespace) -> int:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
-    from .drafter.checkpoint import run_facts, save_drafter
-    from .drafter.hub import write_model_card
-    from .drafter.warmup import warm_up_drafter
-    from .generation.standalone import build_llm
+    from .warmup import warm_up
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     if args.prompts is not None:
         prompts = read_prompts(args.prompts, tokenizer)
     else:
         prompts = read_dataset_prompts(args.dataset, args.dataset_split, args.prompt_column, tokenizer)
-    max_model_len = max(map(len, prompts)) + args.max_completion_length
-    llm = build_llm(args.model, max_num_seqs=args.max_num_seqs, max_model_len=max_model_len, seed=args.seed)
-    sequences = _sample_answers(llm, prompts, args)
-    del llm
-    policy = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16)
-    policy.to("cuda" if torch.cuda.is_available() else "cpu").eval()
-    drafter, metrics = warm_up_drafter(
-        policy,
-        sequences,
-        draft_vocab_size=args.draft_vocab_size,
-        always_drafted=[tokenizer.eos_token_id],
-        epochs=args.epochs,
-        max_seconds=args.max_seconds,
-        learning_rate=args.learning_rate,
-        unroll_steps=args.unroll_steps,
-        max_tokens_per_step=args.max_tokens_per_step,
-        temperature=args.temperature,
-        seed=args.seed,
-    )
-    # Both are missing when no answer held out is long enough.
-    positions = [f"acceptance_{step}" for step in range(1, args.unroll_steps + 1)]
-    by_position = [metrics[name] for name in positions if name in metrics]
-    provenance = run_facts() | {
-        "policy": args.model,
-        "policy_revision": policy.config._commit_hash,
-        "tokens_trained": int(metrics["tokens_trained"]),
-        "acceptance_length": metrics.get("acceptance_length"),
-        "acceptance_by_position": by_position,
-        "held_out": metrics,
-    }
-    save_drafter(drafter, args.output, provenance)
-    write_model_card(args.output, str(args.output), drafter.config, provenance)
+    metrics = warm_up(prompts, [tokenizer.eos_token_id], args)
     print(json.dumps({"output": str(args.output), **{name: round(value, 4) for name, value in metrics.items()}}))
     return 0
-
-
-def _sample_answers(llm, prompts: list[list[int]], args) -> list[tuple[list[int], list[int]]]:
-    """Prompt and answer pairs of about `args.tokens` tokens of answers, round after round over the prompts."""
-    from tqdm.auto import tqdm
-
-    from .generation.standalone import completion_ids
-
-    sequences, sampled = [], 0
-    with tqdm(total=args.tokens, desc="sampling answers", unit="tok", unit_scale=True) as bar:
-        while sampled < args.tokens:
-            # Several times what runs at once, so that the tail of a batch does not run alone.
-            batch = [prompts[i % len(prompts)] for i in range(len(sequences), len(sequences) + 4 * args.max_num_seqs)]
-            answers = completion_ids(
-                llm, batch, temperature=args.temperature, max_tokens=args.max_completion_length, detokenize=False
-            )
-            sequences += list(zip(batch, answers, strict=True))
-            sampled += sum(map(len, answers))
-            bar.update(min(args.tokens, sampled) - bar.n)
-    return sequences
 
 
 # ---- bench --------------------------------------------------------------------------------------------------------

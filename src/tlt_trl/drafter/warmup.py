@@ -6,7 +6,7 @@ own answers are enough for it to pay. Papers: EAGLE-3 (arXiv 2503.01840), TLT (a
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -81,97 +81,118 @@ def _pad(batch, device: torch.device) -> tuple[Tensor, Tensor, int]:
     return input_ids.to(device), attention_mask.to(device), prompt_length
 
 
-def warm_up_drafter(
-    policy: torch.nn.Module,
-    sequences: Sequence[tuple[list[int], list[int]]],
-    *,
-    drafter: Drafter | None = None,
-    draft_vocab_size: int | None = None,
-    always_drafted: Sequence[int] = (),
-    aux_hidden_state_layer_ids: Sequence[int] | None = None,
-    epochs: float = 4.0,
-    max_seconds: float = float("inf"),
-    held_out_fraction: float = 0.05,
-    learning_rate: float = 1e-3,
-    unroll_steps: int = 5,
-    max_tokens_per_step: int = 256,
-    temperature: float = 1.0,
-    seed: int = 0,
-    report: Callable[[dict[str, float]], None] | None = None,
-) -> tuple[Drafter, dict[str, float]]:
+class DrafterWarmup:
     """
-    Trains a drafter on answers that the policy gave.
+    Trains a drafter on answers that the policy gave, which may come in several rounds.
 
     Args:
         policy (`torch.nn.Module`):
             The policy, a transformers causal language model.
-        sequences (`Sequence[tuple[list[int], list[int]]]`):
-            Prompt and completion token ids, sampled from the policy.
-        drafter ([`Drafter`], *optional*):
-            Drafter to go on with. If not set, one is initialised from the policy.
-        draft_vocab_size (`int`, *optional*):
-            Size of the reduced vocabulary, the most frequent tokens of `sequences`. `None` keeps the whole one.
-        always_drafted (`Sequence[int]`, *optional*, defaults to `()`):
-            Token ids that the reduced vocabulary must hold, for example the end of the sequence.
-        aux_hidden_state_layer_ids (`Sequence[int]`, *optional*):
-            Policy layers that the drafter reads.
-        epochs (`float`, *optional*, defaults to `4.0`):
-            Passes over the answers.
-        max_seconds (`float`, *optional*, defaults to no limit):
-            Stop after that much training time.
+        drafter ([`Drafter`]):
+            Drafter to train.
         held_out_fraction (`float`, *optional*, defaults to `0.05`):
             Share of the answers that is kept for the evaluation.
         learning_rate, unroll_steps, max_tokens_per_step, temperature, seed:
             As in [`DrafterTrainer`].
-        report (`Callable[[dict[str, float]], None]`, *optional*):
-            Called with the metrics of every optimiser step.
+    """
+
+    def __init__(
+        self,
+        policy: torch.nn.Module,
+        drafter: Drafter,
+        *,
+        held_out_fraction: float = 0.05,
+        learning_rate: float = 1e-3,
+        unroll_steps: int = 5,
+        max_tokens_per_step: int = 256,
+        temperature: float = 1.0,
+        seed: int = 0,
+    ):
+        self.policy = policy
+        self.held_out_fraction = held_out_fraction
+        self.held_out: list[FeatureSample] = []
+        self.trained_s = 0.0
+        self._generator = torch.Generator().manual_seed(seed)
+        # Nothing is dropped: the capacity grows with what is added.
+        self.buffer = FeatureBuffer(max_tokens=1)
+        self.trainer = DrafterTrainer(
+            drafter,
+            self.buffer,
+            learning_rate=learning_rate,
+            unroll_steps=unroll_steps,
+            max_tokens_per_step=max_tokens_per_step,
+            temperature=temperature,
+            seed=seed,
+        )
+        self.trainer.set_target(policy.get_input_embeddings().weight, policy.get_output_embeddings().weight)
+
+    def add(self, sequences: Sequence[tuple[list[int], list[int]]]) -> None:
+        """
+        Runs the policy over answers, keeps what the drafter learns from, and sets a share aside for the evaluation.
+
+        Args:
+            sequences (`Sequence[tuple[list[int], list[int]]]`):
+                Prompt and completion token ids, sampled from the policy.
+        """
+        if not sequences:
+            raise ValueError("No answers to warm the drafter up with; sample some from the policy first.")
+        layer_ids = self.trainer.drafter.config.eagle_aux_hidden_state_layer_ids
+        samples = record_features(self.policy, sequences, layer_ids)
+        order = torch.randperm(len(samples), generator=self._generator).tolist()
+        num_held_out = max(1, round(self.held_out_fraction * len(samples)))
+        held_out = [samples[i] for i in order[:num_held_out]]
+        self.held_out += held_out
+        for sample in [samples[i] for i in order[num_held_out:]] or held_out:
+            self.buffer.max_tokens += sample.num_tokens
+            self.buffer.add(sample)
+
+    def train(self, epochs: float, max_seconds: float = float("inf")) -> None:
+        """
+        Trains until the drafter has seen what was added `epochs` times on average, counted from the beginning.
+
+        Args:
+            epochs (`float`):
+                Passes over the answers.
+            max_seconds (`float`, *optional*, defaults to no limit):
+                Training time at most, also counted from the beginning.
+        """
+        num_tokens, trainer = round(epochs * self.buffer.num_tokens), self.trainer
+        began = time.perf_counter() - self.trained_s
+        with tqdm(total=num_tokens, desc="drafter training", unit="tok", unit_scale=True) as bar:
+            while trainer.tokens_trained < num_tokens and self.trained_s < max_seconds:
+                metrics = trainer.step()
+                if metrics is None:
+                    raise ValueError("No answer is long enough to learn from: a drafter needs at least three tokens.")
+                if "loss" not in metrics:
+                    raise FloatingPointError("The drafter's loss is not finite; lower the learning rate.")
+                bar.update(min(num_tokens, trainer.tokens_trained) - bar.n)
+                bar.set_postfix(acceptance_length=f"{metrics.get('acceptance_length', 1.0):.2f}")
+                self.trained_s = time.perf_counter() - began
+
+    def evaluate(self) -> dict[str, float]:
+        """Metrics of the drafter on the answers held out."""
+        return self.trainer.evaluate(self.held_out) | {"tokens_trained": float(self.trainer.tokens_trained)}
+
+
+def draft_token_ids_for(
+    sequences: Sequence[tuple[list[int], list[int]]], vocab_size: int, size: int | None, always: Sequence[int] = ()
+) -> Tensor | None:
+    """
+    Reduced vocabulary of a drafter.
+
+    Args:
+        sequences (`Sequence[tuple[list[int], list[int]]]`):
+            Prompt and completion token ids.
+        vocab_size (`int`):
+            Size of the policy's vocabulary.
+        size (`int`, *optional*):
+            Size of the reduced one. `None` keeps the whole vocabulary.
+        always (`Sequence[int]`, *optional*, defaults to `()`):
+            Token ids that it must hold, for example the end of the sequence.
 
     Returns:
-        `tuple[Drafter, dict[str, float]]`: The drafter and its metrics on the answers held out.
+        `torch.LongTensor` of shape (size,) or `None`: sorted token ids, the most frequent ones.
     """
-    if not sequences:
-        raise ValueError("No answers to warm the drafter up with; sample some from the policy first.")
-    if drafter is None:
-        ids = _draft_token_ids(sequences, policy.config.vocab_size, draft_vocab_size, always_drafted)
-        drafter = Drafter.from_policy(policy, ids, aux_hidden_state_layer_ids)
-    samples = record_features(policy, sequences, drafter.config.eagle_aux_hidden_state_layer_ids)
-    order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(seed)).tolist()
-    num_held_out = max(1, round(held_out_fraction * len(samples)))
-    held_out = [samples[i] for i in order[:num_held_out]]
-    kept = [samples[i] for i in order[num_held_out:]] or held_out
-    buffer = FeatureBuffer(max_tokens=sum(sample.num_tokens for sample in kept))
-    for sample in kept:
-        buffer.add(sample)
-    trainer = DrafterTrainer(
-        drafter,
-        buffer,
-        learning_rate=learning_rate,
-        unroll_steps=unroll_steps,
-        max_tokens_per_step=max_tokens_per_step,
-        temperature=temperature,
-        seed=seed,
-    )
-    trainer.set_target(policy.get_input_embeddings().weight, policy.get_output_embeddings().weight)
-    _train(trainer, round(epochs * buffer.num_tokens), max_seconds, report)
-    return drafter, trainer.evaluate(held_out) | {"tokens_trained": float(trainer.tokens_trained)}
-
-
-def _train(trainer: DrafterTrainer, num_tokens: int, max_seconds: float, report) -> None:
-    started = time.perf_counter()
-    with tqdm(total=num_tokens, desc="drafter training", unit="tok", unit_scale=True) as bar:
-        while trainer.tokens_trained < num_tokens and time.perf_counter() - started < max_seconds:
-            metrics = trainer.step()
-            if metrics is None:
-                raise ValueError("No answer is long enough to learn from: a drafter needs at least three tokens.")
-            if "loss" not in metrics:
-                raise FloatingPointError("The drafter's loss is not finite; lower the learning rate.")
-            bar.update(min(num_tokens, trainer.tokens_trained) - bar.n)
-            bar.set_postfix(acceptance_length=f"{metrics.get('acceptance_length', 1.0):.2f}")
-            if report is not None:
-                report(metrics)
-
-
-def _draft_token_ids(sequences, vocab_size: int, size: int | None, always: Sequence[int]) -> Tensor | None:
     if size is None:
         return None
     counts = torch.zeros(vocab_size, dtype=torch.long)

@@ -1,0 +1,63 @@
+"""Training of a first drafter, without an engine, on sequences that arrive in rounds."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tlt_trl import Drafter
+from tlt_trl.drafter.warmup import DrafterWarmup, draft_token_ids_for
+
+
+@pytest.fixture
+def policy(tiny_policy_dir):
+    return AutoModelForCausalLM.from_pretrained(tiny_policy_dir, dtype=torch.float32)
+
+
+def sequences(num: int, seed: int) -> list[tuple[list[int], list[int]]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (ids[:4], ids[4:]) for ids in (torch.randint(4, 64, (20,), generator=generator).tolist() for _ in range(num))
+    ]
+
+
+def test_rounds_count_from_the_beginning_and_hold_a_share_out(policy):
+    warmup = DrafterWarmup(policy, Drafter.from_policy(policy), unroll_steps=2, max_tokens_per_step=64)
+    warmup.add(sequences(20, seed=0))
+    assert (len(warmup.held_out), len(warmup.buffer), warmup.buffer.num_tokens) == (1, 19, 19 * 20)
+    warmup.train(epochs=1)
+    # Three answers of 20 tokens fit into a batch.
+    assert warmup.trainer.tokens_trained == 420
+    warmup.add(sequences(40, seed=1))
+    assert (len(warmup.held_out), warmup.buffer.num_tokens) == (3, 57 * 20)
+    warmup.train(epochs=2)
+    assert warmup.trainer.tokens_trained == 2 * 57 * 20
+    assert warmup.evaluate()["tokens_trained"] == 2 * 57 * 20
+
+
+def test_the_time_limit_counts_from_the_beginning_too(policy):
+    warmup = DrafterWarmup(policy, Drafter.from_policy(policy), unroll_steps=2)
+    warmup.add(sequences(4, seed=0))
+    warmup.train(epochs=1)
+    steps = warmup.trainer.steps
+    warmup.train(epochs=1000, max_seconds=warmup.trained_s)
+    assert warmup.trainer.steps == steps > 0
+
+
+def test_training_lowers_the_loss_on_the_answers_held_out(policy):
+    warmup = DrafterWarmup(policy, Drafter.from_policy(policy), unroll_steps=2, learning_rate=3e-3)
+    warmup.add(sequences(60, seed=0))
+    before = warmup.evaluate()["loss"]
+    warmup.train(epochs=10)
+    assert warmup.evaluate()["loss"] < 0.9 * before
+
+
+def test_nothing_to_learn_from_is_an_error(policy):
+    warmup = DrafterWarmup(policy, Drafter.from_policy(policy))
+    with pytest.raises(ValueError, match="No answers"):
+        warmup.add([])
+
+
+def test_reduced_vocabulary_holds_the_most_frequent_and_the_wanted():
+    given = [([5, 5, 6], [7]), ([5], [6, 8])]
+    assert draft_token_ids_for(given, vocab_size=10, size=None) is None
+    assert draft_token_ids_for(given, vocab_size=10, size=3, always=[2]).tolist() == [2, 5, 6]
