@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import torch
 
 from tests.test_tlt_grpo_trainer import colocated_arguments, prompts, text_reward
-from tlt_trl import TLTGRPOTrainer, tlt_grpo_trainer
+from tlt_trl import TLTGRPOTrainer, drafter_saving, tlt_grpo_trainer
 from tlt_trl.drafter import DrafterTrainer, drafter_trainer
 from tlt_trl.generation import engine, speculative_generation
 from tlt_trl.idle import spot_training
@@ -39,7 +39,7 @@ class Clock:
 def inject_clock() -> Clock:
     clock = Clock()
     fake = SimpleNamespace(**{**vars(time), "perf_counter": lambda: clock.now_s})
-    for module in (tlt_grpo_trainer, drafter_trainer, engine, speculative_generation):
+    for module in (tlt_grpo_trainer, drafter_saving, drafter_trainer, engine, speculative_generation):
         module.time = fake
     DrafterTrainer.step = clock.advance_after(DrafterTrainer.step, 0.01)
     return clock

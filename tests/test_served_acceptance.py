@@ -77,6 +77,7 @@ def test_acceptance_over_http(trained, tmp_path):
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(run_folder), "--port", str(port),
         "--speculative-config", json.dumps(config), "--enforce-eager", "--dtype", "float32", "--max-model-len", "64",
+        "--kv-cache-memory-bytes", str(2**28),
     ]  # fmt: skip
     url = f"http://127.0.0.1:{port}"
     log = tmp_path / "server.log"

@@ -51,7 +51,7 @@ def make_trainer(policy_dir, output_dir, callbacks=None, **kwargs):
         "use_vllm": True,
         "vllm_mode": "colocate",
         "vllm_max_model_length": 64,
-        "vllm_engine_kwargs": {"dtype": "float32", "enforce_eager": True},
+        "vllm_engine_kwargs": {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 2**27},
         "speculation_selector": "fixed",
         "num_draft_tokens": 3,
         "drafter_time_budget": 0.9,
