@@ -40,6 +40,8 @@ def run_variant(args: argparse.Namespace) -> dict[str, list[dict]]:
             train_on_answers(
                 model, processing_class, rows, ColdStartConfig(max_tokens=args.jump_tokens, seed=args.seed)
             )
+            # The evaluation of this step has synced the weights before the jump; TRL syncs once for a step.
+            self.trainer._last_loaded_step = -1
 
     class Logs(TrainerCallback):
         """
@@ -74,8 +76,8 @@ def run_variant(args: argparse.Namespace) -> dict[str, list[dict]]:
             train_drafter=args.variant == "trained",
             drafter_time_budget=args.drafter_time_budget,
         )
-        logs = Logs()
-        trainer = make_trainer(model, config, [logs, Jump()], num_eval_tasks=32)
+        logs, jump = Logs(), Jump()
+        jump.trainer = trainer = make_trainer(model, config, [logs, jump], num_eval_tasks=32)
         trainer.evaluate()
         trainer.train()
     return {"steps": logs.steps, "evaluations": logs.evaluations}

@@ -113,9 +113,10 @@ def main() -> None:
     for number in range(args.rounds):
         for variant in ("off", "on") if number % 2 == 0 else ("on", "off"):
             runs.append({"variant": variant, "steps": launch(variant, args)})
+    settings = {name: value for name, value in vars(args).items() if name not in ("output", "variant")}
+    args.output.write_text(json.dumps({"settings": settings, "runs": runs}) + "\n")
     check_same_work(runs)
     summary = summarise(runs)
-    settings = {name: value for name, value in vars(args).items() if name not in ("output", "variant")}
     args.output.write_text(json.dumps({"settings": settings, "summary": summary, "runs": runs}) + "\n")
     print(json.dumps(summary))
 

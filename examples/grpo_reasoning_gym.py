@@ -25,11 +25,16 @@ import torch
 from accelerate import PartialState
 from transformers import AutoTokenizer, HfArgumentParser, TrainerCallback
 
-from cold_start import cache_root, cold_started_policy
+import tlt_trl
+from cold_start import cache_root, cold_started_policy, sha256_of
 from reasoning_tasks import make_dataset, step_reward
 from tlt_trl import TLTGRPOConfig, TLTGRPOTrainer
 from tlt_trl.telemetry.timeline import POLICY_TRAINING, SCORING, read_timelines, seconds_by_name
 
+
+# What comes out of a warm-up changes with them.
+PACKAGE = Path(tlt_trl.__file__).parent
+WARMUP_SOURCES = [PACKAGE / "warmup.py", *sorted((PACKAGE / "drafter").glob("*.py"))]
 
 # What suits a 135M policy on two CPU cores; the command line overrides each of them.
 DEFAULTS = {
@@ -141,6 +146,7 @@ def warmed_up_drafter(model: str, prompts: Path, demo: DemoArguments, config: TL
     """Folder of a drafter warmed up on the policy's own answers, cached by everything that it depends on."""
     inputs = [model, prompts.read_text(), demo.warmup_tokens, demo.warmup_epochs, demo.draft_vocab_size, config.seed]
     inputs += [config.max_completion_length, config.drafter_unroll_steps, config.temperature]
+    inputs.append(sha256_of(*WARMUP_SOURCES))
     key = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()[:16]
     folder = cache_root() / f"drafter-{key}"
     if not (folder / "config.json").exists():

@@ -295,11 +295,11 @@ class TestWithTheRealEngine:
         assert run["best_checkpoint"] == str(best)
         drafter = Drafter.from_pretrained(best / "drafter", AutoConfig.from_pretrained(policy))
         assert run["drafter_sum"] == sum(parameter.double().sum().item() for parameter in drafter.parameters())
-        # The drafter learnt more before the end, and what `train` leaves behind is the one of the best policy.
+        # The drafter learnt more before the end; what `train` leaves behind are weights and facts of the best one.
+        for name in ("model.safetensors", "provenance.json"):
+            left, kept = (folder / "drafter" / name for folder in (tmp_path / "run", best))
+            assert left.read_bytes() == kept.read_bytes(), name
         assert run["drafter_steps"] > json.loads((best / "drafter" / "provenance.json").read_text())["drafter_steps"]
-        assert (tmp_path / "run" / "drafter" / "model.safetensors").read_bytes() == (
-            best / "drafter" / "model.safetensors"
-        ).read_bytes()
         checkpoints = [files for path, files in run["pushed"] if path == "last-checkpoint"]
         assert len(checkpoints) == 2
         for files in checkpoints:

@@ -10,37 +10,52 @@ from transformers import AutoConfig
 
 from tests.conftest import environment_of_its_own
 from tlt_trl import Drafter
+from tlt_trl.generation.engine import UnsupportedEngineError
+from tlt_trl.warmup import warm_up
 
 
-@pytest.mark.parametrize("draft_vocab_size", [None, 32])
-def test_dataset_becomes_a_drafter_that_drafted_meanwhile(tiny_policy_dir, tmp_path, draft_vocab_size):
+pytest.importorskip("vllm")
+pytestmark = pytest.mark.engine
+
+
+def run(policy: str, tmp_path, **changes) -> dict:
+    options = {
+        "dataset": tmp_path / "rows.parquet", "prompt_column": "question", "output": tmp_path / "drafter",
+        "tokens": 1200, "epochs": 2, "max_completion_length": 32, "max_num_seqs": 4, "unroll_steps": 3,
+        "temperature": 0.5,
+    } | changes  # fmt: skip
     rows = [{"question": f"w{5 + i} w{6 + i} w{7 + i}"} for i in range(6)]
     Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
-    options = {
-        "--model": tiny_policy_dir, "--dataset": tmp_path / "rows.parquet", "--prompt_column": "question",
-        "--output": tmp_path / "drafter", "--tokens": 1200, "--epochs": 2, "--max_completion_length": 32,
-        "--max_num_seqs": 4, "--unroll_steps": 3, "--temperature": 0.5,
-    }  # fmt: skip
-    if draft_vocab_size is not None:
-        options["--draft_vocab_size"] = draft_vocab_size
-    command = [
-        sys.executable,
-        "-m",
-        "tlt_trl.cli",
-        "warmup",
-        *(str(part) for pair in options.items() for part in pair),
-    ]
+    command = [sys.executable, "-m", "tlt_trl.cli", "warmup", "--model", policy]
+    command += [str(part) for name, value in options.items() for part in (f"--{name}", value)]
     done = subprocess.run(command, env=environment_of_its_own(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
-    result = json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
 
+
+def test_dataset_becomes_a_drafter_that_drafts_meanwhile(tiny_policy_dir, tmp_path):
+    result = run(tiny_policy_dir, tmp_path, draft_vocab_size=32)
     config = AutoConfig.from_pretrained(tiny_policy_dir)
     drafter = Drafter.from_pretrained(result["output"], config)
-    assert drafter.config.draft_vocab_size == (draft_vocab_size or config.vocab_size)
-    assert drafter.t2d[config.eos_token_id]
+    assert drafter.config.draft_vocab_size == 32 and drafter.t2d[config.eos_token_id]
     provenance = json.loads((tmp_path / "drafter" / "provenance.json").read_text())
-    assert provenance["tokens_trained"] == result["tokens_trained"] >= 2 * 1000
+    # Answers and their prompts of three tokens, less a twentieth.
+    assert provenance["tokens_trained"] == result["tokens_trained"] >= 2 * 0.9 * 1200
     assert provenance["held_out"]["acceptance_length"] == pytest.approx(result["acceptance_length"], abs=1e-3)
-    # One pass over the first round is enough for some drafts to be right.
-    assert result["sampling_acceptance_length"] > 1.0
-    assert result["sampled_tokens_per_s"] > 0
+    assert 0 < result["sampling_drafter_share"] < 1 and result["sampled_tokens_per_s"] > 0
+
+
+def test_one_round_is_enough_and_has_no_drafter(tiny_policy_dir, tmp_path):
+    result = run(tiny_policy_dir, tmp_path, tokens=60)
+    assert result["sampling_drafter_share"] == 0 and result["tokens_trained"] > 0
+    drafter = Drafter.from_pretrained(result["output"], AutoConfig.from_pretrained(tiny_policy_dir))
+    assert drafter.has_full_vocabulary
+
+
+def test_what_cannot_work_is_refused_before_anything_is_loaded(tiny_policy_dir, tmp_path):
+    for option, message in (({"temperature": 0.0}, "temperature=0.0"), ({"unroll_steps": 0}, "unroll_steps=0")):
+        with pytest.raises(ValueError, match=message):
+            warm_up(tiny_policy_dir, [[5, 6]], tmp_path, **option)
+    AutoConfig.for_model("gpt_neo", architectures=["GPTNeoForCausalLM"]).save_pretrained(tmp_path / "policy")
+    with pytest.raises(UnsupportedEngineError, match="GPTNeoForCausalLM cannot be drafted for"):
+        warm_up(str(tmp_path / "policy"), [[5, 6]], tmp_path)

@@ -132,7 +132,23 @@ def run_warmup(args: argparse.Namespace) -> int:
         prompts = read_prompts(args.prompts, tokenizer)
     else:
         prompts = read_dataset_prompts(args.dataset, args.dataset_split, args.prompt_column, tokenizer)
-    metrics = warm_up(prompts, [tokenizer.eos_token_id], args)
+    metrics = warm_up(
+        args.model,
+        prompts,
+        args.output,
+        num_tokens=args.tokens,
+        max_completion_length=args.max_completion_length,
+        max_num_seqs=args.max_num_seqs,
+        draft_vocab_size=args.draft_vocab_size,
+        always_drafted=[tokenizer.eos_token_id],
+        epochs=args.epochs,
+        max_seconds=args.max_seconds,
+        learning_rate=args.learning_rate,
+        unroll_steps=args.unroll_steps,
+        max_tokens_per_step=args.max_tokens_per_step,
+        temperature=args.temperature,
+        seed=args.seed,
+    )
     print(json.dumps({"output": str(args.output), **{name: round(value, 4) for name, value in metrics.items()}}))
     return 0
 

@@ -15,7 +15,7 @@ from huggingface_hub import CommitInfo
 from transformers import trainer as transformers_trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, rotate_checkpoints
 
-from .drafter.checkpoint import DrafterSnapshot, load_drafter, run_facts, save_drafter
+from .drafter.checkpoint import PROVENANCE_NAME, DrafterSnapshot, load_drafter, run_facts, save_drafter
 from .drafter.hub import BackgroundPusher, acceptance_history, positions, push_snapshot, write_model_card
 from .drafter.training_state import (
     FOLDER_NAME,
@@ -43,6 +43,8 @@ class DrafterSaving:
     The part of [`TLTGRPOTrainer`] that saves, loads and pushes its drafter, wherever transformers does so with the
     policy. It stands before [`~trl.GRPOTrainer`] among the bases.
     """
+
+    _best_provenance: dict | None = None  # of the best checkpoint, once it is loaded
 
     def save_drafter(self, output_dir: str | None = None) -> str:
         """
@@ -132,6 +134,8 @@ class DrafterSaving:
 
     def _provenance(self) -> dict:
         """What the drafter was trained from, for `provenance.json` and the model card."""
+        if self._best_provenance is not None:
+            return self._best_provenance
         policy = self.model.config
         facts = {
             # A policy that is pushed is the one the drafter fits, not the one the run began with. Only the first rank,
@@ -154,6 +158,7 @@ class DrafterSaving:
         return acceptance_history(self.state.log_history)
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
+        self._best_provenance = None
         if self.speculative and resume_from_checkpoint is True:
             # transformers takes the newest checkpoint, whole or not, and raises where there is none.
             resume_from_checkpoint = newest_whole_checkpoint(self.args.output_dir) or True
@@ -266,6 +271,8 @@ class DrafterSaving:
         folder = os.path.join(self.state.best_model_checkpoint, FOLDER_NAME)
         if self.drafter is not None and os.path.isdir(folder):
             self._load_drafter_weights(folder)
+            # Drafter and policy are those of that checkpoint from here on, and so is what is told about them.
+            self._best_provenance = json.loads(Path(folder, PROVENANCE_NAME).read_text())
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         super()._load_optimizer_and_scheduler(checkpoint)

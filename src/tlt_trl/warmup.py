@@ -2,18 +2,22 @@
 `tlt-trl warmup`: a first drafter from a policy's own answers, which speeds their sampling up as soon as it can.
 
 Answers are sampled in rounds. The first runs without a drafter, with draft tokens from earlier text where they pay;
-after each round the drafter makes one pass over what there is and is pushed to the engine, where the selector decides
-whether it pays already. The remaining passes follow when all answers are there.
+after each round the drafter is trained on as many tokens as the round added, drawn from all answers so far, and pushed
+to the engine, where the selector decides whether it pays already. The remaining passes follow when all answers are
+there.
 """
 
-import argparse
+import gc
 import math
 import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from tqdm.auto import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from .drafter.checkpoint import run_facts, save_drafter
 from .drafter.hub import write_model_card
@@ -32,104 +36,172 @@ if TYPE_CHECKING:
 NGRAM_DRAFT_TOKENS = 4
 DRAFT_TOKEN_CHOICES = (1, 2, 3, 5)
 
+# Sampling ends within that share of the tokens asked for: what is missing then would be a few answers running alone.
+SLACK = 0.05
 
-def warm_up(prompts: list[list[int]], always_drafted: Sequence[int], args: argparse.Namespace) -> dict[str, float]:
+
+def warm_up(
+    model: str,
+    prompts: list[list[int]],
+    output_dir: Path,
+    *,
+    num_tokens: int = 80_000,
+    max_completion_length: int = 256,
+    max_num_seqs: int = 64,
+    draft_vocab_size: int | None = None,
+    always_drafted: Sequence[int] = (),
+    epochs: float = 6.0,
+    max_seconds: float = float("inf"),
+    learning_rate: float = 1e-3,
+    unroll_steps: int = 5,
+    max_tokens_per_step: int = 256,
+    temperature: float = 1.0,
+    seed: int = 0,
+) -> dict[str, float]:
     """
-    Samples answers, trains a drafter on them and writes it to `args.output`.
+    Samples answers, trains a drafter on them and saves it.
 
     Args:
+        model (`str`):
+            Folder or Hub id of the policy.
         prompts (`list[list[int]]`):
-            Prompt token ids.
-        always_drafted (`Sequence[int]`):
-            Token ids that a reduced vocabulary must hold.
-        args (`argparse.Namespace`):
-            Options of the command.
+            Prompt token ids; they are gone through again and again.
+        output_dir (`Path`):
+            Folder for the drafter.
+        num_tokens (`int`, *optional*, defaults to `80000`):
+            Tokens of answers to sample, about.
+        max_completion_length (`int`, *optional*, defaults to `256`):
+            Tokens per answer at most.
+        max_num_seqs (`int`, *optional*, defaults to `64`):
+            Requests sampled at once.
+        draft_vocab_size (`int`, *optional*):
+            Size of the reduced vocabulary, the most frequent tokens of the first round. `None` keeps the whole one.
+        always_drafted (`Sequence[int]`, *optional*, defaults to `()`):
+            Token ids that a reduced vocabulary must hold, for example the end of the sequence.
+        epochs (`float`, *optional*, defaults to `6.0`):
+            Passes over the answers.
+        max_seconds (`float`, *optional*, defaults to no limit):
+            Training time at most.
+        learning_rate, unroll_steps, max_tokens_per_step, temperature, seed:
+            As in [`~tlt_trl.drafter.DrafterTrainer`].
 
     Returns:
-        `dict[str, float]`: Metrics of the drafter on the answers held out, and how the answers were sampled.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM
+        `dict[str, float]`: Metrics of the drafter on the answers held out, `sampled_tokens_per_s`, and
+        `sampling_drafter_share`, the share of the engine's steps that the drafter drafted in.
 
-    policy = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16)
-    architectures = policy.config.architectures
+    Raises:
+        [`~tlt_trl.generation.engine.UnsupportedEngineError`]: If vLLM cannot draft for a policy of this type.
+    """
+    if not temperature > 0:
+        raise ValueError(f"temperature={temperature} must be greater than 0: the drafter learns a distribution.")
+    if unroll_steps < 1:
+        raise ValueError(f"unroll_steps={unroll_steps} must be at least 1.")
+    architectures = AutoConfig.from_pretrained(model).architectures or []
     if not supports_eagle3(architectures):
         raise UnsupportedEngineError(no_auxiliary_states_message(architectures))
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
     policy.to("cuda" if torch.cuda.is_available() else "cpu").eval()
-
-    def fresh_drafter(sequences) -> Drafter:
-        ids = draft_token_ids_for(sequences, policy.config.vocab_size, args.draft_vocab_size, always_drafted)
-        return Drafter.from_policy(policy, ids)
-
     # Gives the engine's drafter its shape; which tokens it drafts is known after the first round.
-    llm = _build_engine(fresh_drafter([(prompt, []) for prompt in prompts]), prompts, args)
-    sampler = AnswerSampler(llm, prompts, args)
+    shape = None if draft_vocab_size is None else torch.arange(draft_vocab_size)
+    with tempfile.TemporaryDirectory(prefix="tlt-trl-drafter-") as folder:
+        save_drafter(Drafter.from_policy(policy, shape), folder, provenance={})
+        llm = build_llm(
+            model,
+            drafter=folder,
+            max_draft_tokens=max(*DRAFT_TOKEN_CHOICES, NGRAM_DRAFT_TOKENS),
+            max_num_seqs=max_num_seqs,
+            max_model_len=max(map(len, prompts)) + max_completion_length,
+            seed=seed,
+        )
+    sampler = AnswerSampler(
+        llm,
+        prompts,
+        num_tokens,
+        unroll_steps=unroll_steps,
+        seed=seed,
+        temperature=temperature,
+        max_tokens=max_completion_length,
+    )
+    del llm
     sequences = sampler.sample_round()
-    drafter = fresh_drafter(sequences)
+    ids = draft_token_ids_for(sequences, policy.config.vocab_size, draft_vocab_size, always_drafted)
+    drafter = Drafter.from_policy(policy, ids).to(policy.device)
     warmup = DrafterWarmup(
         policy,
         drafter,
-        learning_rate=args.learning_rate,
-        unroll_steps=args.unroll_steps,
-        max_tokens_per_step=args.max_tokens_per_step,
-        temperature=args.temperature,
-        seed=args.seed,
+        learning_rate=learning_rate,
+        unroll_steps=unroll_steps,
+        max_tokens_per_step=max_tokens_per_step,
+        temperature=temperature,
+        seed=seed,
     )
     warmup.add(sequences)
-    while sampler.num_tokens < args.tokens:
-        warmup.train(epochs=min(1.0, args.epochs), max_seconds=args.max_seconds)
+    while not sampler.is_done:
+        warmup.train(min(1.0, epochs), max_seconds)
         sampler.use(drafter)
         warmup.add(sampler.sample_round())
-    figures = sampler.figures()
-    del llm, sampler  # gives the engine's memory back
-    warmup.train(args.epochs, args.max_seconds)
+    figures = sampler.close()
+    del sampler
+    gc.collect()  # the engine's memory is the drafter's from here on
+    warmup.train(epochs, max_seconds)
     metrics = warmup.evaluate()
-    _save(drafter, metrics, policy.config._commit_hash, args)
+    # Some are missing when no answer held out is long enough.
+    positions = [f"acceptance_{step}" for step in range(1, unroll_steps + 1)]
+    provenance = run_facts() | {
+        "policy": model,
+        "policy_revision": policy.config._commit_hash,
+        "tokens_trained": int(metrics["tokens_trained"]),
+        "acceptance_length": metrics.get("acceptance_length"),
+        "acceptance_by_position": [metrics[name] for name in positions if name in metrics],
+        "held_out": metrics,
+    }
+    save_drafter(drafter, output_dir, provenance)
+    write_model_card(output_dir, str(output_dir), drafter.config, provenance)
     return metrics | figures
-
-
-def _build_engine(drafter: Drafter, prompts: list[list[int]], args: argparse.Namespace) -> "LLM":
-    with tempfile.TemporaryDirectory(prefix="tlt-trl-drafter-") as folder:
-        save_drafter(drafter, folder, provenance={})
-        return build_llm(
-            args.model,
-            drafter=folder,
-            max_draft_tokens=max(NGRAM_DRAFT_TOKENS, args.unroll_steps),
-            max_num_seqs=args.max_num_seqs,
-            max_model_len=max(map(len, prompts)) + args.max_completion_length,
-            seed=args.seed,
-        )
 
 
 class AnswerSampler:
     """
-    Samples answers round after round, over and over the prompts, until there are about `args.tokens` tokens of them.
+    Samples answers round after round, over and over the prompts, until there are about `num_tokens` tokens of them.
 
     Args:
         llm (`vllm.LLM`):
             Engine with a drafter.
         prompts (`list[list[int]]`):
             Prompt token ids.
-        args (`argparse.Namespace`):
-            Options of the command.
+        num_tokens (`int`):
+            Tokens of answers wanted.
+        unroll_steps (`int`):
+            Draft steps that the drafter is trained for; it is not asked for more.
+        seed (`int`):
+            Seed of the selector.
+        **sampling:
+            Arguments of `vllm.SamplingParams`.
     """
 
-    def __init__(self, llm: "LLM", prompts: list[list[int]], args: argparse.Namespace):
-        self.llm, self.prompts, self.args = llm, prompts, args
-        self.num_answers = self.num_tokens = 0
+    def __init__(
+        self, llm: "LLM", prompts: list[list[int]], num_tokens: int, *, unroll_steps: int, seed: int, **sampling
+    ):
+        self.llm, self.prompts, self.num_tokens, self.sampling = llm, prompts, num_tokens, sampling
+        self.num_sampled_answers = self.num_sampled_tokens = 0
         self.seconds = 0.0
         self._engine = RolloutEngine(llm)
-        self._bar = tqdm(total=args.tokens, desc="sampling answers", unit="tok", unit_scale=True)
+        self._bar = tqdm(total=num_tokens, desc="sampling answers", unit="tok", unit_scale=True)
         lookups = [Strategy("ngram", NGRAM_DRAFT_TOKENS)] if self._engine.can_look_up else []
-        drafts = [Strategy("eagle3", choice) for choice in DRAFT_TOKEN_CHOICES if choice <= args.unroll_steps]
-        # Before it has been trained the drafter accepts next to nothing: not worth a trial.
-        llm.rollout_loop = self._make_loop(lookups or [Strategy.off()])
-        self._loop_with_drafter = self._make_loop(drafts + lookups)
+        drafts = [Strategy("eagle3", choice) for choice in DRAFT_TOKEN_CHOICES if choice <= unroll_steps]
 
-    def _make_loop(self, strategies: list[Strategy]) -> RolloutLoop:
-        return RolloutLoop(
-            self._engine, make_selector("auto", strategies, self._engine.max_num_seqs, seed=self.args.seed)
-        )
+        def loop(strategies: list[Strategy]) -> RolloutLoop:
+            selector = make_selector("auto", strategies, self._engine.max_num_seqs, seed=seed)
+            return RolloutLoop(self._engine, selector)
+
+        # Before it has been trained the drafter accepts next to nothing: not worth a trial.
+        llm.rollout_loop = self._loop_without_drafter = loop(lookups or [Strategy.off()])
+        self._loop_with_drafter = loop(drafts + lookups)
+        self._loop_with_drafter.ngram = self._loop_without_drafter.ngram
+
+    @property
+    def is_done(self) -> bool:
+        return self.num_sampled_tokens >= (1 - SLACK) * self.num_tokens
 
     def use(self, drafter: Drafter) -> None:
         """From now on the drafter, with the weights that it has now, is among the choices."""
@@ -137,57 +209,45 @@ class AnswerSampler:
         self._engine.reset_prefix_cache()
         self.llm.rollout_loop = self._loop_with_drafter
 
-    def _num_wanted(self) -> int:
-        """
-        Answers of the next round. The first, which tells how long answers are, fills the engine once; later ones are
-        several times that, so that their tails do not run alone, and no more than what is still missing.
-        """
-        running = self.args.max_num_seqs
-        if not self.num_tokens:
-            return running
-        mean_length = self.num_tokens / self.num_answers
-        return min(4 * running, math.ceil((self.args.tokens - self.num_tokens) / mean_length))
-
     def sample_round(self) -> list[tuple[list[int], list[int]]]:
         """
         Returns:
             `list[tuple[list[int], list[int]]]`: Prompt and completion token ids.
         """
-        first, num = self.num_answers, self._num_wanted()
+        first, num = self.num_sampled_answers, self._num_wanted()
         prompts = [self.prompts[i % len(self.prompts)] for i in range(first, first + num)]
         began = time.perf_counter()
-        answers = completion_ids(
-            self.llm,
-            prompts,
-            temperature=self.args.temperature,
-            max_tokens=self.args.max_completion_length,
-            detokenize=False,
-        )
+        answers = completion_ids(self.llm, prompts, detokenize=False, **self.sampling)
         self.seconds += time.perf_counter() - began
-        self.num_answers += num
-        self.num_tokens += sum(map(len, answers))
-        self._bar.update(min(self.args.tokens, self.num_tokens) - self._bar.n)
+        self.num_sampled_answers += num
+        self.num_sampled_tokens += sum(map(len, answers))
+        self._bar.update(min(self.num_tokens, self.num_sampled_tokens) - self._bar.n)
         return list(zip(prompts, answers, strict=True))
 
-    def figures(self) -> dict[str, float]:
-        """Tokens per second of all rounds, and the acceptance length of the steps that could use the drafter."""
-        stats = self._loop_with_drafter.pop_stats()
+    def _num_wanted(self) -> int:
+        """
+        Answers of the next round. The first, which tells how long answers are, fills the engine once; later ones are
+        several times that, so that their tails do not run alone, and no more than what is still missing.
+        """
+        running = self._engine.max_num_seqs
+        if not self.num_sampled_answers:
+            return running
+        mean_length = self.num_sampled_tokens / self.num_sampled_answers
+        return min(4 * running, math.ceil((self.num_tokens - self.num_sampled_tokens) / mean_length))
+
+    def close(self) -> dict[str, float]:
+        """
+        Ends the engine.
+
+        Returns:
+            `dict[str, float]`: `sampled_tokens_per_s` and `sampling_drafter_share`.
+        """
+        self._bar.close()
+        self._engine.shutdown()
+        steps = self._loop_with_drafter.ledger.steps_by_strategy()
+        num_steps = self._loop_without_drafter.stats.steps + self._loop_with_drafter.stats.steps
+        drafted = sum(count for name, count in steps.items() if name.startswith("eagle3"))
         return {
-            "sampled_tokens_per_s": self.num_tokens / self.seconds,
-            "sampling_acceptance_length": stats.acceptance_length,
+            "sampled_tokens_per_s": self.num_sampled_tokens / self.seconds,
+            "sampling_drafter_share": drafted / num_steps,
         }
-
-
-def _save(drafter: Drafter, metrics: dict[str, float], policy_revision: str | None, args: argparse.Namespace) -> None:
-    # Some are missing when no answer held out is long enough.
-    positions = [f"acceptance_{step}" for step in range(1, args.unroll_steps + 1)]
-    provenance = run_facts() | {
-        "policy": args.model,
-        "policy_revision": policy_revision,
-        "tokens_trained": int(metrics["tokens_trained"]),
-        "acceptance_length": metrics.get("acceptance_length"),
-        "acceptance_by_position": [metrics[name] for name in positions if name in metrics],
-        "held_out": metrics,
-    }
-    save_drafter(drafter, args.output, provenance)
-    write_model_card(args.output, str(args.output), drafter.config, provenance)

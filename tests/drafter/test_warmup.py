@@ -27,7 +27,9 @@ def test_rounds_count_from_the_beginning_and_hold_a_share_out(policy):
     warmup.train(epochs=1)
     # Three answers of 20 tokens fit into a batch.
     assert warmup.trainer.tokens_trained == 420
-    warmup.add(sequences(40, seed=1))
+    for seed in range(1, 41):
+        warmup.add(sequences(1, seed=seed))
+    # One in twenty, also where answers come one by one.
     assert (len(warmup.held_out), warmup.buffer.num_tokens) == (3, 57 * 20)
     warmup.train(epochs=2)
     assert warmup.trainer.tokens_trained == 2 * 57 * 20

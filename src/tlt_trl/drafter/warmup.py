@@ -112,6 +112,7 @@ class DrafterWarmup:
         self.held_out_fraction = held_out_fraction
         self.held_out: list[FeatureSample] = []
         self.trained_s = 0.0
+        self._num_added = 0
         self._generator = torch.Generator().manual_seed(seed)
         # Nothing is dropped: the capacity grows with what is added.
         self.buffer = FeatureBuffer(max_tokens=1)
@@ -138,11 +139,14 @@ class DrafterWarmup:
             raise ValueError("No answers to warm the drafter up with; sample some from the policy first.")
         layer_ids = self.trainer.drafter.config.eagle_aux_hidden_state_layer_ids
         samples = record_features(self.policy, sequences, layer_ids)
+        self._num_added += len(samples)
+        num_held_out = max(1, round(self.held_out_fraction * self._num_added)) - len(self.held_out)
         order = torch.randperm(len(samples), generator=self._generator).tolist()
-        num_held_out = max(1, round(self.held_out_fraction * len(samples)))
         held_out = [samples[i] for i in order[:num_held_out]]
+        kept = [samples[i] for i in order[num_held_out:]]
         self.held_out += held_out
-        for sample in [samples[i] for i in order[num_held_out:]] or held_out:
+        # Where there is a single answer it is both.
+        for sample in kept if kept or self.buffer.samples else held_out:
             self.buffer.max_tokens += sample.num_tokens
             self.buffer.add(sample)
 
@@ -158,7 +162,13 @@ class DrafterWarmup:
         """
         num_tokens, trainer = round(epochs * self.buffer.num_tokens), self.trainer
         began = time.perf_counter() - self.trained_s
-        with tqdm(total=num_tokens, desc="drafter training", unit="tok", unit_scale=True) as bar:
+        with tqdm(
+            total=num_tokens,
+            initial=min(num_tokens, trainer.tokens_trained),
+            desc="drafter training",
+            unit="tok",
+            unit_scale=True,
+        ) as bar:
             while trainer.tokens_trained < num_tokens and self.trained_s < max_seconds:
                 metrics = trainer.step()
                 if metrics is None:

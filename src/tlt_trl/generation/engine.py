@@ -289,7 +289,8 @@ class RolloutEngine:
         check_vllm_version()
         self.llm = llm
         self._llm_engine = llm.llm_engine
-        core = self._require("llm_engine.engine_core.engine_core")
+        self._core = core = self._require("llm_engine.engine_core.engine_core")
+        self._require("batch_queue", core)
         self._scheduler = self._require("scheduler", core)
         self._worker = self._require("model_executor.driver_worker.worker", core)
         self._runner = self._require("model_runner", self._worker)
@@ -488,7 +489,9 @@ class RolloutEngine:
         processor.process_outputs = processed
 
     def has_unfinished_requests(self) -> bool:
-        return self._llm_engine.has_unfinished_requests()
+        # An asynchronous scheduler has one more step under way when the last request ends; left there, it would be
+        # taken for the first one of the next rollout.
+        return self._llm_engine.has_unfinished_requests() or bool(self._core.batch_queue)
 
     def step(self) -> tuple[list["RequestOutput"], EngineStep | None]:
         """
@@ -636,6 +639,14 @@ class RolloutEngine:
         if self._deferred is not None:
             self._deferred.discard()
 
+    def shutdown(self) -> None:
+        """
+        Ends the engine; neither it nor its `vllm.LLM` can be used afterwards. Its memory comes back when the last
+        references to both are gone and the garbage collector has run, for they refer to each other; until here vLLM
+        hides from the collector what it has built.
+        """
+        self._require("llm_engine.engine_core").shutdown()
+
     # ---- weights ---------------------------------------------------------------------------------------------------
 
     def push_target(self, weights: Iterable[tuple[str, torch.Tensor]], verify: bool = True) -> None:
@@ -725,6 +736,7 @@ class RolloutEngine:
             )
         if verify:
             dtype = self.speculative_config.draft_model_config.dtype
+            self._check_mapping(model, dict(weights))
             fingerprints = {
                 name.replace("midlayer.", "layers.0."): fingerprint_of_weight(tensor, dtype)
                 for name, tensor in weights
@@ -744,6 +756,15 @@ class RolloutEngine:
             raise WeightMismatchError(
                 f"After the weight sync the engine's {what} differs from the one pushed in {len(mismatches)} tensors, "
                 f"first {mismatches[0]}. Please report this with the vLLM version and the model's name."
+            )
+
+    @staticmethod
+    def _check_mapping(model: torch.nn.Module, pushed: dict[str, torch.Tensor]) -> None:
+        """An engine with another mapping drafts other tokens than the drafter meant: right text, acceptance near 1."""
+        if "d2t" in pushed and not torch.equal(model.draft_id_to_target_id.cpu(), pushed["d2t"].cpu()):
+            raise WeightMismatchError(
+                "After the weight sync the engine's mapping of draft tokens (`d2t`) differs from the one pushed. "
+                "Please report this with the vLLM version and the model's name."
             )
 
     @staticmethod
