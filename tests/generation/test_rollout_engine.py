@@ -284,3 +284,21 @@ def test_answers_that_were_looked_up_for_are_kept_once(looked_up):
     tails = sum(2 * min(len(prompt), 4) for prompt in PROMPTS)
     expected = sum(map(len, PROMPTS)) + tails + sum(map(len, completions))
     assert looked_up.engine.ngram.num_tokens == expected
+
+
+def test_a_push_brings_its_own_mapping_of_draft_tokens(setup):
+    other = Drafter.from_policy(setup.policy, torch.arange(1, 64, 2))
+
+    def parities():
+        _, verified = setup.generate(lambda batch_size: 3)
+        return {token % 2 for step in verified for tokens in step for token in tokens}
+
+    assert parities() == {0}
+    try:
+        setup.engine.push_drafter(other.vllm_weights())
+        assert parities() == {1}
+        with pytest.raises(WeightMismatchError, match="d2t"):
+            setup.engine._check_mapping(setup.engine.drafter_module(), dict(setup.drafter.vllm_weights()))
+    finally:
+        setup.engine.push_drafter(setup.drafter.vllm_weights())
+    assert parities() == {0}

@@ -1,8 +1,9 @@
+from collections import deque
 from types import SimpleNamespace
 
 import pytest
 
-from tlt_trl.generation.engine import DraftLengthSchedule, EngineStep
+from tlt_trl.generation.engine import DraftLengthSchedule, EngineStep, RolloutEngine
 from tlt_trl.generation.rollout_loop import RolloutLoop
 from tlt_trl.strategy import Strategy
 
@@ -195,3 +196,14 @@ def test_strategies_of_an_asynchronous_scheduler_belong_to_their_steps():
     engine.step = ahead
     loop.run()
     assert [update[0] for update in loop.selector.updates] == ["eagle3 x2", "off"]
+
+
+def test_a_step_still_under_way_counts_as_unfinished():
+    engine = object.__new__(RolloutEngine)
+    engine._llm_engine = SimpleNamespace(has_unfinished_requests=lambda: False)
+    engine._core = SimpleNamespace(batch_queue=deque(["a step that an asynchronous scheduler has run ahead"]))
+    assert engine.has_unfinished_requests()
+    engine._core.batch_queue.clear()
+    assert not engine.has_unfinished_requests()
+    engine._core.batch_queue = None  # a synchronous scheduler has none
+    assert not engine.has_unfinished_requests()
