@@ -3,102 +3,190 @@ Does training the drafter keep acceptance up while the policy moves, and bring i
 
     python benchmarks/adaptive_drafter.py --output benchmarks/results/adaptive_drafter.json
 
-The same GRPO run twice, each in a process of its own: with the drafter trained, and frozen after its warm-up, always
-with the same number of draft tokens, so that acceptance lengths can be compared. After `--steps` policy steps the
-policy jumps: a supervised training of `--jump_tokens` teaches it another layout of its answers, and `--steps_after`
-more steps follow.
+The demo's policy is taught by a short supervised training to give some of its answers in another layout, a drafter is
+warmed up on what it says then, and GRPO rewards that layout only: the policy moves to text that was rare before. The
+run is made twice, with the drafter trained and frozen, always with the same number of draft tokens, so that acceptance
+lengths can be compared; on a CPU both at the same time, a core each. After `--steps` policy steps the policy jumps: a
+supervised training teaches it a third layout, and four more steps follow.
 """
 
 import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+
+from demo_run import make_dataset, make_policy_and_drafter, make_trainer
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+from cold_start import ColdStartConfig, cold_started_policy, train_on_answers
+from grpo_reasoning_gym import DEFAULTS
+from reasoning_tasks import step_reward
+from tlt_trl import TLTGRPOConfig
+from tlt_trl.generation.standalone import free_port
+
+
+STEPS_AFTER_JUMP = 4
+
+USUAL_STEP = re.compile(r"(-?\d+) ([+-]) (\d+) = (-?\d+)")
+OTHER_STEP = re.compile(r"(-?\d+), ([+-])(\d+): (-?\d+)")
 
 
 def other_layout(solution: str) -> str:
-    """`"4 - 9 = -5"` becomes `"4, -9: -5"`: every token of it is in the drafter's reduced vocabulary."""
-    return re.sub(r"(-?\d+) ([+-]) (\d+) = ", r"\1, \2\3: ", solution)
+    """`"4 - 9 = -5"` becomes `"4, -9: -5"`."""
+    return USUAL_STEP.sub(r"\1, \2\3: \4", solution)
 
 
-def run_variant(args: argparse.Namespace) -> dict[str, list[dict]]:
-    """Trains once in this process and returns the logs of steps and evaluations."""
-    from demo_run import make_config, make_dataset, make_trainer
-    from transformers import TrainerCallback
+def third_layout(solution: str) -> str:
+    """`"4 - 9 = -5"` becomes `"(4 - 9): -5"`, also of tokens that answers of the first two hold."""
+    return USUAL_STEP.sub(r"(\1 \2 \3): \4", solution)
 
-    from cold_start import ColdStartConfig, train_on_answers
 
-    class Jump(TrainerCallback):
-        def on_step_begin(self, callback_args, state, control, model, processing_class, **kwargs):
-            if state.global_step != args.steps:
-                return
-            rows = make_dataset(split="jump", seed=args.seed)
-            rows = rows.map(lambda row: {"solution": other_layout(row["solution"])})
-            train_on_answers(
-                model, processing_class, rows, ColdStartConfig(max_tokens=args.jump_tokens, seed=args.seed)
-            )
-            # The evaluation of this step has synced the weights before the jump; TRL syncs once for a step.
-            self.trainer._last_loaded_step = -1
+def other_layout_reward(completions, **kwargs) -> list[float]:
+    """The demo's reward for answers whose every step is in the other layout, nothing for others."""
+    usual = []
+    for completion in completions:
+        lines = completion[-1]["content"].strip().split("\n")
+        in_layout = all(OTHER_STEP.fullmatch(line) for line in lines[:-1])
+        usual.append("\n".join(OTHER_STEP.sub(r"\1 \2 \3 = \4", line) for line in lines) if in_layout else "")
+    return step_reward(usual, **kwargs)
 
-    class Logs(TrainerCallback):
-        """
-        Logs of the steps, and of evaluations on the same tasks every time: a step's own acceptance length depends on
-        which tasks it drew.
-        """
 
-        def __init__(self):
-            self.steps, self.evaluations = [], []
+def teach(model, tokenizer, layout: Callable[[int], Callable[[str], str]], num_tokens: int, seed: int) -> None:
+    """Supervised training on right answers; `layout(i)` is what turns the solution of row i into its layout."""
+    rows = make_dataset(split="layouts", seed=seed)
+    rows = rows.map(lambda row, i: {"solution": layout(i)(row["solution"])}, with_indices=True)
+    train_on_answers(model, tokenizer, rows, ColdStartConfig(max_tokens=num_tokens, seed=seed))
 
-        def on_step_end(self, callback_args, state, control, **kwargs):
-            control.should_evaluate = state.global_step % 5 == 0 or state.global_step >= args.steps
 
-        def on_log(self, callback_args, state, control, logs, **kwargs):
-            row = {"step": state.global_step, **{name: float(value) for name, value in logs.items()}}
-            if "eval_reward" in logs:
-                self.evaluations.append(row)
-            elif "reward" in logs:
-                self.steps.append(row)
+def make_config(folder: Path, args: argparse.Namespace, **options) -> TLTGRPOConfig:
+    changed = {
+        "output_dir": str(folder),
+        "seed": args.seed,
+        "max_steps": args.steps + STEPS_AFTER_JUMP,
+        "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        "learning_rate": args.learning_rate,
+        "warmup_steps": 0,
+        "lr_scheduler_type": "constant",
+        "speculation_selector": "fixed",
+        "num_draft_tokens": args.num_draft_tokens,
+        "drafter_time_budget": args.drafter_time_budget,
+    }
+    return TLTGRPOConfig(**DEFAULTS | changed | options)
 
+
+def prepare(folder: Path, args: argparse.Namespace) -> tuple[str, str]:
+    """Folders of the policy that both runs begin with, and of its drafter."""
+    start = cold_started_policy()
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(start), AutoTokenizer.from_pretrained(start)
+    every = round(1 / args.other_layout_share)
+    teach(model, tokenizer, lambda i: other_layout if i % every == 0 else str, args.layout_tokens, args.seed)
+    model.save_pretrained(folder / "policy")
+    tokenizer.save_pretrained(folder / "policy")
+    policy, drafter = make_policy_and_drafter(make_config(folder, args), str(folder / "policy"))
+    # Out of the cache, where nobody would ask for it again: the policy is in a folder of this run.
+    return policy, shutil.move(drafter, folder / "drafter")
+
+
+class Jump(TrainerCallback):
+    def __init__(self, args: argparse.Namespace):
+        self.args = args
+        self.trainer = None
+
+    def on_step_begin(self, callback_args, state, control, model, processing_class, **kwargs):
+        if state.global_step != self.args.steps:
+            return
+        teach(model, processing_class, lambda i: third_layout, self.args.layout_tokens, self.args.seed + 1)
+        # The evaluation of this step has synced the weights before the jump, and TRL syncs once for a step.
+        self.trainer._last_loaded_step = -1
+
+
+class Logs(TrainerCallback):
+    """
+    Logs of the steps, and of evaluations on the same tasks every time: a step's own acceptance length depends on which
+    tasks it drew.
+    """
+
+    def __init__(self, args: argparse.Namespace):
+        self.args = args
+        self.steps, self.evaluations = [], []
+
+    def on_step_end(self, callback_args, state, control, **kwargs):
+        control.should_evaluate = state.global_step % 5 == 0 or state.global_step >= self.args.steps
+
+    def on_log(self, callback_args, state, control, logs, **kwargs):
+        row = {"step": state.global_step, **{name: float(value) for name, value in logs.items()}}
+        if "eval_reward" in logs:
+            self.evaluations.append(row)
+        elif "reward" in logs:
+            self.steps.append(row)
+
+
+def run_variant(args: argparse.Namespace) -> None:
+    """Trains once in this process and writes the logs of steps and evaluations."""
+    if args.core is not None:
+        os.sched_setaffinity(0, {args.core})
     with tempfile.TemporaryDirectory() as folder:
-        model, config = make_config(
-            folder,
-            args.seed,
-            max_steps=args.steps + args.steps_after,
-            gradient_accumulation_steps=args.gradient_accumulation_steps,
-            learning_rate=args.learning_rate,
-            warmup_steps=0,
-            lr_scheduler_type="constant",
-            speculation_selector="fixed",
-            num_draft_tokens=args.num_draft_tokens,
+        config = make_config(
+            Path(folder),
+            args,
             train_drafter=args.variant == "trained",
-            drafter_time_budget=args.drafter_time_budget,
+            drafter_model_name_or_path=args.drafter,
         )
-        logs, jump = Logs(), Jump()
-        jump.trainer = trainer = make_trainer(model, config, [logs, jump], num_eval_tasks=32)
+        logs, jump = Logs(args), Jump(args)
+        jump.trainer = trainer = make_trainer(args.policy, config, [logs, jump], 32, reward=other_layout_reward)
         trainer.evaluate()
         trainer.train()
-    return {"steps": logs.steps, "evaluations": logs.evaluations}
+    args.output.write_text(json.dumps({"steps": logs.steps, "evaluations": logs.evaluations}))
+
+
+def run_variants(policy: str, drafter: str, args: argparse.Namespace) -> dict[str, dict[str, list[dict]]]:
+    cores = sorted(os.sched_getaffinity(0))
+    at_once = DEFAULTS["use_cpu"] and len(cores) > 1
+    logs, running = {}, {}
+    for variant, core in zip(("frozen", "trained"), (cores[0], cores[-1]), strict=True):
+        part = args.output.with_suffix(f".{variant}.json")
+        command = [sys.executable, __file__, *sys.argv[1:], "--variant", variant, "--output", str(part)]
+        command += ["--policy", policy, "--drafter", drafter]
+        environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "MASTER_PORT": str(free_port())}
+        if at_once:
+            command += ["--core", str(core)]
+            environment |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": str(core)}
+        running[variant] = subprocess.Popen(command, env=environment)
+        if not at_once:
+            running[variant].wait()
+    for variant, process in running.items():
+        if process.wait():
+            raise RuntimeError(f"The {variant} run ended with exit status {process.returncode}.")
+        part = args.output.with_suffix(f".{variant}.json")
+        logs[variant] = json.loads(part.read_text())
+    return logs
 
 
 def summarise(logs: dict[str, dict[str, list[dict]]], steps: int) -> dict[str, float]:
     """
     Acceptance lengths of the evaluations before and after the jump.
 
-    The first rollout after the jump is what the drafter has its first features of the new policy from; the evaluation
+    The first rollout after the jump is where the drafter has its first features of the new policy from; the evaluation
     right after it shows the fall, the three that follow the recovery.
     """
+    evaluations = {name: {row["step"]: row for row in log["evaluations"]} for name, log in logs.items()}
     lengths = {
-        name: {row["step"]: row["eval_tlt/acceptance_length"] for row in log["evaluations"]}
-        for name, log in logs.items()
+        name: {step: row["eval_tlt/acceptance_length"] for step, row in rows.items()}
+        for name, rows in evaluations.items()
     }
     summary = {"first": lengths["trained"][0]}
     for name, length in lengths.items():
         summary[f"{name}_before_jump"] = length[steps]
         summary[f"{name}_at_jump"] = length[steps + 1]
         summary[f"{name}_three_steps_later"] = length[steps + 4]
+        for step in (0, steps):
+            summary[f"{name}_reward_at_{step}"] = evaluations[name][step]["eval_reward"]
     trained = lengths["trained"]
     summary["gain_over_frozen"] = trained[steps] / lengths["frozen"][steps] - 1
     summary["recovered_share"] = max(trained[steps + i] for i in (2, 3, 4)) / trained[steps]
@@ -112,36 +200,36 @@ def summarise(logs: dict[str, dict[str, list[dict]]], steps: int) -> dict[str, f
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="raw figures (JSON)")
-    parser.add_argument("--steps", type=int, default=20, help="policy steps before the jump")
-    parser.add_argument("--steps_after", type=int, default=4, help="steps from the jump on, at least 4")
+    parser.add_argument("--steps", type=int, default=20, help="policy steps before the jump, a multiple of 5")
     parser.add_argument("--gradient_accumulation_steps", type=int, default=4, help="4 answers each")
-    parser.add_argument("--learning_rate", type=float, default=1e-4)
+    parser.add_argument("--learning_rate", type=float, default=3e-5)
     parser.add_argument("--num_draft_tokens", type=int, default=5)
-    parser.add_argument("--jump_tokens", type=int, default=4000, help="tokens of the supervised training")
+    parser.add_argument(
+        "--other_layout_share", type=float, default=0.1, help="share taught before the drafter's warm-up"
+    )
+    parser.add_argument("--layout_tokens", type=int, default=4000, help="tokens of each supervised training")
     parser.add_argument(
         "--drafter_time_budget", type=float, default=0.25, help="share of a step, as waiting would give"
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--variant", choices=["trained", "frozen"], help=argparse.SUPPRESS)
+    for name in ("--variant", "--policy", "--drafter"):
+        parser.add_argument(name, help=argparse.SUPPRESS)
+    parser.add_argument("--core", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.steps_after < 4:
-        parser.error("--steps_after must be at least 4: recovery is judged over three steps.")
     if args.variant is not None:
-        args.output.write_text(json.dumps(run_variant(args)))
-        return
-    logs = {}
-    for variant in ("frozen", "trained"):
-        part = args.output.with_suffix(f".{variant}.json")
-        subprocess.run(
-            [sys.executable, __file__, *sys.argv[1:], "--variant", variant, "--output", str(part)],
-            check=True,
-            env=os.environ | {"TOKENIZERS_PARALLELISM": "false"},
-        )
-        logs[variant] = json.loads(part.read_text())
-        part.unlink()
+        return run_variant(args)
+    with tempfile.TemporaryDirectory() as folder:
+        policy, drafter = prepare(Path(folder), args)
+        logs = run_variants(policy, drafter, args)
+    settings = {name: getattr(args, name) for name in (
+        "steps", "gradient_accumulation_steps", "learning_rate", "num_draft_tokens", "other_layout_share",
+        "layout_tokens", "drafter_time_budget", "seed",
+    )}  # fmt: skip
+    args.output.write_text(json.dumps({"settings": settings, "logs": logs}) + "\n")
     summary = summarise(logs, args.steps)
-    settings = {key: value for key, value in vars(args).items() if key not in ("output", "variant")}
     args.output.write_text(json.dumps({"settings": settings, "summary": summary, "logs": logs}) + "\n")
+    for variant in logs:
+        args.output.with_suffix(f".{variant}.json").unlink()
     print(json.dumps(summary))
 
 

@@ -1,4 +1,4 @@
-"""The demo's trainer for benchmarks that train: its policy, drafter, tasks and defaults, with some options changed."""
+"""The demo's trainer for benchmarks that train: its policy, drafter and tasks."""
 
 import sys
 from pathlib import Path
@@ -10,29 +10,28 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
 
 from cold_start import cold_started_policy  # noqa: E402
-from grpo_reasoning_gym import DEFAULTS, DemoArguments, warmed_up_drafter, write_prompts  # noqa: E402
+from grpo_reasoning_gym import DemoArguments, warmed_up_drafter, write_prompts  # noqa: E402
 from reasoning_tasks import make_dataset, step_reward  # noqa: E402
 from tlt_trl import TLTGRPOConfig, TLTGRPOTrainer  # noqa: E402
 
 
-def make_config(folder: str, seed: int, **options) -> tuple[str, TLTGRPOConfig]:
-    """The policy's folder and the demo's configuration with its warmed-up drafter; both are cached."""
-    config = TLTGRPOConfig(**DEFAULTS | {"output_dir": folder, "seed": seed} | options)
-    model = str(cold_started_policy())
-    prompts = write_prompts(make_dataset(split="train", seed=seed), Path(folder) / "prompts.jsonl", 512)
-    config.drafter_model_name_or_path = warmed_up_drafter(model, prompts, DemoArguments(), config)
-    return model, config
+def make_policy_and_drafter(config: TLTGRPOConfig, policy: str | None = None) -> tuple[str, str]:
+    """Folders of the policy, by default the demo's, and of a drafter warmed up on it; what is cached is taken."""
+    policy = policy or str(cold_started_policy())
+    tasks = make_dataset(split="train", seed=config.seed)
+    prompts = write_prompts(tasks, Path(config.output_dir) / "prompts.jsonl", 512)
+    return policy, warmed_up_drafter(policy, prompts, DemoArguments(), config)
 
 
 def make_trainer(
-    model: str, config: TLTGRPOConfig, callbacks: list[TrainerCallback], num_eval_tasks: int
+    policy: str, config: TLTGRPOConfig, callbacks: list[TrainerCallback], num_eval_tasks: int, reward=step_reward
 ) -> TLTGRPOTrainer:
     return TLTGRPOTrainer(
-        model,
-        step_reward,
+        policy,
+        reward,
         config,
         make_dataset(split="train", seed=config.seed),
         make_dataset(split="eval", num_examples=num_eval_tasks, seed=config.seed),
-        processing_class=AutoTokenizer.from_pretrained(model),
+        processing_class=AutoTokenizer.from_pretrained(policy),
         callbacks=callbacks,
     )

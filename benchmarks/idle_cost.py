@@ -17,30 +17,37 @@ import sys
 import tempfile
 from pathlib import Path
 
-from demo_run import make_config, make_trainer
+from demo_run import make_policy_and_drafter, make_trainer
+
+from grpo_reasoning_gym import DEFAULTS, bind_to_own_cores
+from tlt_trl import TLTGRPOConfig
 
 
 CONFIG = Path(__file__).resolve().parents[1] / "accelerate_configs" / "cpu_2_processes.yaml"
 SAME = ("reward", "completions/mean_length", "completions/max_length", "grad_norm", "loss")
 
 
+def make_config(folder: str, args: argparse.Namespace) -> TLTGRPOConfig:
+    changed = {
+        "output_dir": folder,
+        "seed": args.seed,
+        "max_steps": args.steps,
+        "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        "speculation_selector": "fixed",
+        "speculation_activation_threshold": 0,
+        "train_drafter": args.variant == "on",
+        "disable_tqdm": True,
+    }
+    return TLTGRPOConfig(**DEFAULTS | changed)
+
+
 def run_variant(args: argparse.Namespace) -> None:
     """Trains once, in each of the launched processes; the first writes the logs."""
-    from grpo_reasoning_gym import bind_to_own_cores
-
     with tempfile.TemporaryDirectory() as folder:
-        model, config = make_config(
-            folder,
-            args.seed,
-            max_steps=args.steps,
-            gradient_accumulation_steps=args.gradient_accumulation_steps,
-            speculation_selector="fixed",
-            speculation_activation_threshold=0,
-            train_drafter=args.variant == "on",
-            disable_tqdm=True,
-        )
+        config = make_config(folder, args)
+        policy, config.drafter_model_name_or_path = make_policy_and_drafter(config)
         bind_to_own_cores()
-        trainer = make_trainer(model, config, [], num_eval_tasks=8)
+        trainer = make_trainer(policy, config, [], num_eval_tasks=8)
         trainer.train()
         if trainer.is_world_process_zero():
             args.output.write_text(json.dumps([log for log in trainer.state.log_history if "reward" in log]))
@@ -108,7 +115,7 @@ def main() -> None:
     if args.variant is not None:
         return run_variant(args)
     with tempfile.TemporaryDirectory() as folder:
-        make_config(folder, args.seed)  # fills the caches, which the launched processes would else do twice
+        make_policy_and_drafter(make_config(folder, args))  # for the caches, where the launched processes find them
     runs = []
     for number in range(args.rounds):
         for variant in ("off", "on") if number % 2 == 0 else ("on", "off"):
