@@ -3,65 +3,36 @@ Does training the drafter keep acceptance up while the policy moves, and bring i
 
     python benchmarks/adaptive_drafter.py --output benchmarks/results/adaptive_drafter.json
 
-The demo's policy is taught by a short supervised training to give some of its answers in another layout, a drafter is
-warmed up on what it says then, and GRPO rewards that layout only: the policy moves to text that was rare before. The
-run is made twice, with the drafter trained and frozen, always with the same number of draft tokens, so that acceptance
-lengths can be compared; on a CPU both at the same time, a core each. After `--steps` policy steps the policy jumps: a
-supervised training teaches it a third layout, and four more steps follow.
+The demo's GRPO at a learning rate that moves the policy visibly, twice: with the drafter trained, and frozen after a
+short warm-up; always with the same number of draft tokens, so that acceptance lengths can be compared. On a CPU both
+run at the same time, a core each. After `--steps` policy steps the policy jumps: a supervised training teaches it
+another layout of its answers, and four more steps follow.
 """
 
 import argparse
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 from demo_run import make_dataset, make_policy_and_drafter, make_trainer
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import TrainerCallback
 
-from cold_start import ColdStartConfig, cold_started_policy, train_on_answers
+from cold_start import ColdStartConfig, train_on_answers
 from grpo_reasoning_gym import DEFAULTS
-from reasoning_tasks import step_reward
 from tlt_trl import TLTGRPOConfig
 from tlt_trl.generation.standalone import free_port
 
 
 STEPS_AFTER_JUMP = 4
 
-USUAL_STEP = re.compile(r"(-?\d+) ([+-]) (\d+) = (-?\d+)")
-OTHER_STEP = re.compile(r"(-?\d+), ([+-])(\d+): (-?\d+)")
-
 
 def other_layout(solution: str) -> str:
-    """`"4 - 9 = -5"` becomes `"4, -9: -5"`."""
-    return USUAL_STEP.sub(r"\1, \2\3: \4", solution)
-
-
-def third_layout(solution: str) -> str:
-    """`"4 - 9 = -5"` becomes `"(4 - 9): -5"`, also of tokens that answers of the first two hold."""
-    return USUAL_STEP.sub(r"(\1 \2 \3): \4", solution)
-
-
-def other_layout_reward(completions, **kwargs) -> list[float]:
-    """The demo's reward for answers whose every step is in the other layout, nothing for others."""
-    usual = []
-    for completion in completions:
-        lines = completion[-1]["content"].strip().split("\n")
-        in_layout = all(OTHER_STEP.fullmatch(line) for line in lines[:-1])
-        usual.append("\n".join(OTHER_STEP.sub(r"\1 \2 \3 = \4", line) for line in lines) if in_layout else "")
-    return step_reward(usual, **kwargs)
-
-
-def teach(model, tokenizer, layout: Callable[[int], Callable[[str], str]], num_tokens: int, seed: int) -> None:
-    """Supervised training on right answers; `layout(i)` is what turns the solution of row i into its layout."""
-    rows = make_dataset(split="layouts", seed=seed)
-    rows = rows.map(lambda row, i: {"solution": layout(i)(row["solution"])}, with_indices=True)
-    train_on_answers(model, tokenizer, rows, ColdStartConfig(max_tokens=num_tokens, seed=seed))
+    """`"4 - 9 = -5"` becomes `"4, -9: -5"`: of tokens that are in the drafter's reduced vocabulary."""
+    return re.sub(r"(-?\d+) ([+-]) (\d+) = ", r"\1, \2\3: ", solution)
 
 
 def make_config(folder: Path, args: argparse.Namespace, **options) -> TLTGRPOConfig:
@@ -80,19 +51,6 @@ def make_config(folder: Path, args: argparse.Namespace, **options) -> TLTGRPOCon
     return TLTGRPOConfig(**DEFAULTS | changed | options)
 
 
-def prepare(folder: Path, args: argparse.Namespace) -> tuple[str, str]:
-    """Folders of the policy that both runs begin with, and of its drafter."""
-    start = cold_started_policy()
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(start), AutoTokenizer.from_pretrained(start)
-    every = round(1 / args.other_layout_share)
-    teach(model, tokenizer, lambda i: other_layout if i % every == 0 else str, args.layout_tokens, args.seed)
-    model.save_pretrained(folder / "policy")
-    tokenizer.save_pretrained(folder / "policy")
-    policy, drafter = make_policy_and_drafter(make_config(folder, args), str(folder / "policy"))
-    # Out of the cache, where nobody would ask for it again: the policy is in a folder of this run.
-    return policy, shutil.move(drafter, folder / "drafter")
-
-
 class Jump(TrainerCallback):
     def __init__(self, args: argparse.Namespace):
         self.args = args
@@ -101,7 +59,10 @@ class Jump(TrainerCallback):
     def on_step_begin(self, callback_args, state, control, model, processing_class, **kwargs):
         if state.global_step != self.args.steps:
             return
-        teach(model, processing_class, lambda i: third_layout, self.args.layout_tokens, self.args.seed + 1)
+        rows = make_dataset(split="jump", seed=self.args.seed)
+        rows = rows.map(lambda row: {"solution": other_layout(row["solution"])})
+        config = ColdStartConfig(max_tokens=self.args.jump_tokens, seed=self.args.seed)
+        train_on_answers(model, processing_class, rows, config)
         # The evaluation of this step has synced the weights before the jump, and TRL syncs once for a step.
         self.trainer._last_loaded_step = -1
 
@@ -139,7 +100,7 @@ def run_variant(args: argparse.Namespace) -> None:
             drafter_model_name_or_path=args.drafter,
         )
         logs, jump = Logs(args), Jump(args)
-        jump.trainer = trainer = make_trainer(args.policy, config, [logs, jump], 32, reward=other_layout_reward)
+        jump.trainer = trainer = make_trainer(args.policy, config, [logs, jump], num_eval_tasks=32)
         trainer.evaluate()
         trainer.train()
     args.output.write_text(json.dumps({"steps": logs.steps, "evaluations": logs.evaluations}))
@@ -202,12 +163,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="raw figures (JSON)")
     parser.add_argument("--steps", type=int, default=20, help="policy steps before the jump, a multiple of 5")
     parser.add_argument("--gradient_accumulation_steps", type=int, default=4, help="4 answers each")
-    parser.add_argument("--learning_rate", type=float, default=3e-5)
+    parser.add_argument("--learning_rate", type=float, default=5e-5)
     parser.add_argument("--num_draft_tokens", type=int, default=5)
-    parser.add_argument(
-        "--other_layout_share", type=float, default=0.1, help="share taught before the drafter's warm-up"
-    )
-    parser.add_argument("--layout_tokens", type=int, default=4000, help="tokens of each supervised training")
+    parser.add_argument("--warmup_tokens", type=int, default=8000, help="of answers to warm the drafter up with")
+    parser.add_argument("--jump_tokens", type=int, default=4000, help="tokens of the supervised training")
     parser.add_argument(
         "--drafter_time_budget", type=float, default=0.25, help="share of a step, as waiting would give"
     )
@@ -219,11 +178,11 @@ def main() -> None:
     if args.variant is not None:
         return run_variant(args)
     with tempfile.TemporaryDirectory() as folder:
-        policy, drafter = prepare(Path(folder), args)
+        policy, drafter = make_policy_and_drafter(make_config(Path(folder), args), args.warmup_tokens)
         logs = run_variants(policy, drafter, args)
     settings = {name: getattr(args, name) for name in (
-        "steps", "gradient_accumulation_steps", "learning_rate", "num_draft_tokens", "other_layout_share",
-        "layout_tokens", "drafter_time_budget", "seed",
+        "steps", "gradient_accumulation_steps", "learning_rate", "num_draft_tokens", "warmup_tokens",
+        "jump_tokens", "drafter_time_budget", "seed",
     )}  # fmt: skip
     args.output.write_text(json.dumps({"settings": settings, "logs": logs}) + "\n")
     summary = summarise(logs, args.steps)

@@ -15,20 +15,22 @@ from reasoning_tasks import make_dataset, step_reward  # noqa: E402
 from tlt_trl import TLTGRPOConfig, TLTGRPOTrainer  # noqa: E402
 
 
-def make_policy_and_drafter(config: TLTGRPOConfig, policy: str | None = None) -> tuple[str, str]:
-    """Folders of the policy, by default the demo's, and of a drafter warmed up on it; what is cached is taken."""
-    policy = policy or str(cold_started_policy())
+def make_policy_and_drafter(
+    config: TLTGRPOConfig, warmup_tokens: int = DemoArguments.warmup_tokens
+) -> tuple[str, str]:
+    """Folders of the demo's policy and of a drafter warmed up on it; what is cached is taken."""
+    policy = str(cold_started_policy())
     tasks = make_dataset(split="train", seed=config.seed)
     prompts = write_prompts(tasks, Path(config.output_dir) / "prompts.jsonl", 512)
-    return policy, warmed_up_drafter(policy, prompts, DemoArguments(), config)
+    return policy, warmed_up_drafter(policy, prompts, DemoArguments(warmup_tokens=warmup_tokens), config)
 
 
 def make_trainer(
-    policy: str, config: TLTGRPOConfig, callbacks: list[TrainerCallback], num_eval_tasks: int, reward=step_reward
+    policy: str, config: TLTGRPOConfig, callbacks: list[TrainerCallback], num_eval_tasks: int
 ) -> TLTGRPOTrainer:
     return TLTGRPOTrainer(
         policy,
-        reward,
+        step_reward,
         config,
         make_dataset(split="train", seed=config.seed),
         make_dataset(split="eval", num_examples=num_eval_tasks, seed=config.seed),
