@@ -47,6 +47,7 @@ def make_config(folder: Path, args: argparse.Namespace, **options) -> TLTGRPOCon
         "speculation_selector": "fixed",
         "num_draft_tokens": args.num_draft_tokens,
         "drafter_time_budget": args.drafter_time_budget,
+        "feature_max_age": args.feature_max_age,
     }
     return TLTGRPOConfig(**DEFAULTS | changed | options)
 
@@ -170,6 +171,7 @@ def main() -> None:
     parser.add_argument(
         "--drafter_time_budget", type=float, default=0.25, help="share of a step, as waiting would give"
     )
+    parser.add_argument("--feature_max_age", type=int, default=16, help="steps that features are trained on")
     parser.add_argument("--seed", type=int, default=0)
     for name in ("--variant", "--policy", "--drafter"):
         parser.add_argument(name, help=argparse.SUPPRESS)
@@ -182,7 +184,7 @@ def main() -> None:
         logs = run_variants(policy, drafter, args)
     settings = {name: getattr(args, name) for name in (
         "steps", "gradient_accumulation_steps", "learning_rate", "num_draft_tokens", "warmup_tokens",
-        "jump_tokens", "drafter_time_budget", "seed",
+        "jump_tokens", "drafter_time_budget", "feature_max_age", "seed",
     )}  # fmt: skip
     args.output.write_text(json.dumps({"settings": settings, "logs": logs}) + "\n")
     summary = summarise(logs, args.steps)
