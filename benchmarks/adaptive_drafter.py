@@ -4,9 +4,10 @@ Does training the drafter keep acceptance up while the policy moves, and bring i
     python benchmarks/adaptive_drafter.py --output benchmarks/results/adaptive_drafter.json
 
 The demo's GRPO at a learning rate that moves the policy visibly, twice: with the drafter trained, and frozen after a
-short warm-up; always with the same number of draft tokens, so that acceptance lengths can be compared. On a CPU both
-run at the same time, a core each. After `--steps` policy steps the policy jumps: a supervised training teaches it
-another layout of its answers, and four more steps follow.
+short warm-up. Draft tokens are proposed in evaluations only, always the same number of them: then both runs sample the
+same answers and their policies stay the same, bit for bit, so that acceptance lengths can be compared; the program
+stops when they do not. On a CPU both run at the same time, a core each. After `--steps` policy steps the policy jumps:
+a supervised training teaches it another layout of its answers, and four more steps follow.
 """
 
 import argparse
@@ -16,14 +17,16 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
+import torch
 from demo_run import make_dataset, make_policy_and_drafter, make_trainer
 from transformers import TrainerCallback
 
 from cold_start import ColdStartConfig, train_on_answers
 from grpo_reasoning_gym import DEFAULTS
-from tlt_trl import TLTGRPOConfig
+from tlt_trl import TLTGRPOConfig, TLTGRPOTrainer
 from tlt_trl.generation.standalone import free_port
 
 
@@ -45,6 +48,7 @@ def make_config(folder: Path, args: argparse.Namespace, **options) -> TLTGRPOCon
         "warmup_steps": 0,
         "lr_scheduler_type": "constant",
         "speculation_selector": "fixed",
+        "speculation_activation_threshold": 0,
         "num_draft_tokens": args.num_draft_tokens,
         "drafter_time_budget": args.drafter_time_budget,
         "feature_max_age": args.feature_max_age,
@@ -63,7 +67,10 @@ class Jump(TrainerCallback):
         rows = make_dataset(split="jump", seed=self.args.seed)
         rows = rows.map(lambda row: {"solution": other_layout(row["solution"])})
         config = ColdStartConfig(max_tokens=self.args.jump_tokens, seed=self.args.seed)
+        began = time.perf_counter()
         train_on_answers(model, processing_class, rows, config)
+        if self.args.variant == "trained":
+            self.trainer._last_rollout_end_s += time.perf_counter() - began  # earns the drafter no time
         # The evaluation of this step has synced the weights before the jump, and TRL syncs once for a step.
         self.trainer._last_loaded_step = -1
 
@@ -89,6 +96,20 @@ class Logs(TrainerCallback):
             self.steps.append(row)
 
 
+def speculate_in_evaluations(trainer: TLTGRPOTrainer) -> None:
+    """Lets evaluations speculate and leaves the random state as it was: what they accept moves it."""
+    evaluate, selector = trainer.evaluate, trainer.vllm_generation.rollout_loop.selector
+
+    def evaluate_speculatively(*args, **kwargs):
+        selector.activation_threshold = None
+        with torch.random.fork_rng():
+            metrics = evaluate(*args, **kwargs)
+        selector.activation_threshold = 0
+        return metrics
+
+    trainer.evaluate = evaluate_speculatively
+
+
 def run_variant(args: argparse.Namespace) -> None:
     """Trains once in this process and writes the logs of steps and evaluations."""
     if args.core is not None:
@@ -102,6 +123,7 @@ def run_variant(args: argparse.Namespace) -> None:
         )
         logs, jump = Logs(args), Jump(args)
         jump.trainer = trainer = make_trainer(args.policy, config, [logs, jump], num_eval_tasks=32)
+        speculate_in_evaluations(trainer)
         trainer.evaluate()
         trainer.train()
     args.output.write_text(json.dumps({"steps": logs.steps, "evaluations": logs.evaluations}))
@@ -122,12 +144,22 @@ def run_variants(policy: str, drafter: str, args: argparse.Namespace) -> dict[st
         running[variant] = subprocess.Popen(command, env=environment)
         if not at_once:
             running[variant].wait()
-    for variant, process in running.items():
-        if process.wait():
-            raise RuntimeError(f"The {variant} run ended with exit status {process.returncode}.")
+    while any(process.poll() is None for process in running.values()):
+        time.sleep(1)
+        if failed := [variant for variant, process in running.items() if process.poll()]:
+            for process in running.values():
+                process.terminate()
+            raise RuntimeError(f"The {failed[0]} run ended with exit status {running[failed[0]].returncode}.")
+    for variant in running:
         part = args.output.with_suffix(f".{variant}.json")
         logs[variant] = json.loads(part.read_text())
     return logs
+
+
+def check_same_policy(logs: dict[str, dict[str, list[dict]]]) -> None:
+    for one, other in zip(logs["frozen"]["steps"], logs["trained"]["steps"], strict=True):
+        if one["grad_norm"] != other["grad_norm"] or one["reward"] != other["reward"]:
+            raise RuntimeError(f"The two policies differ at step {one['step']}: acceptance cannot be compared.")
 
 
 def summarise(logs: dict[str, dict[str, list[dict]]], steps: int) -> dict[str, float]:
@@ -137,19 +169,18 @@ def summarise(logs: dict[str, dict[str, list[dict]]], steps: int) -> dict[str, f
     The first rollout after the jump is where the drafter has its first features of the new policy from; the evaluation
     right after it shows the fall, the three that follow the recovery.
     """
-    evaluations = {name: {row["step"]: row for row in log["evaluations"]} for name, log in logs.items()}
     lengths = {
-        name: {step: row["eval_tlt/acceptance_length"] for step, row in rows.items()}
-        for name, rows in evaluations.items()
+        name: {row["step"]: row["eval_tlt/acceptance_length"] for row in log["evaluations"]}
+        for name, log in logs.items()
     }
     summary = {"first": lengths["trained"][0]}
     for name, length in lengths.items():
         summary[f"{name}_before_jump"] = length[steps]
         summary[f"{name}_at_jump"] = length[steps + 1]
         summary[f"{name}_three_steps_later"] = length[steps + 4]
-        for step in (0, steps):
-            summary[f"{name}_reward_at_{step}"] = evaluations[name][step]["eval_reward"]
     trained = lengths["trained"]
+    rewards = {row["step"]: row["eval_reward"] for row in logs["trained"]["evaluations"]}
+    summary |= {"reward_first": rewards[0], "reward_before_jump": rewards[steps]}
     summary["gain_over_frozen"] = trained[steps] / lengths["frozen"][steps] - 1
     summary["recovered_share"] = max(trained[steps + i] for i in (2, 3, 4)) / trained[steps]
     rows = logs["trained"]["steps"]
@@ -166,7 +197,7 @@ def main() -> None:
     parser.add_argument("--gradient_accumulation_steps", type=int, default=4, help="4 answers each")
     parser.add_argument("--learning_rate", type=float, default=5e-5)
     parser.add_argument("--num_draft_tokens", type=int, default=5)
-    parser.add_argument("--warmup_tokens", type=int, default=8000, help="of answers to warm the drafter up with")
+    parser.add_argument("--warmup_tokens", type=int, default=4000, help="of answers to warm the drafter up with")
     parser.add_argument("--jump_tokens", type=int, default=4000, help="tokens of the supervised training")
     parser.add_argument(
         "--drafter_time_budget", type=float, default=0.25, help="share of a step, as waiting would give"
@@ -179,6 +210,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.variant is not None:
         return run_variant(args)
+    args.output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         policy, drafter = make_policy_and_drafter(make_config(Path(folder), args), args.warmup_tokens)
         logs = run_variants(policy, drafter, args)
@@ -187,6 +219,7 @@ def main() -> None:
         "jump_tokens", "drafter_time_budget", "feature_max_age", "seed",
     )}  # fmt: skip
     args.output.write_text(json.dumps({"settings": settings, "logs": logs}) + "\n")
+    check_same_policy(logs)
     summary = summarise(logs, args.steps)
     args.output.write_text(json.dumps({"settings": settings, "summary": summary, "logs": logs}) + "\n")
     for variant in logs:

@@ -88,17 +88,19 @@ def summarise(runs: list[dict]) -> dict[str, float]:
     ratios = sorted(on / off for on, off in zip(on_s, off_s, strict=True))
     # What two sets of runs without the training differ by, is what this machine cannot resolve.
     off_runs = [sum(float(log["step_time"]) for log in run["steps"][1:]) for run in runs if run["variant"] == "off"]
+    used_s = sum(
+        float(log.get("tlt/idle_used_fraction", 0.0)) * float(log["tlt/idle_s"])
+        for run in on
+        for log in run["steps"][1:]
+    )
     summary = {
         "added_fraction": sum(on_s) / sum(off_s) - 1,
         "added_fraction_median_step": ratios[len(ratios) // 2] - 1,
         "spread_of_off_runs": max(off_runs) / min(off_runs) - 1,
         "accounted_fraction": total("tlt/idle_added_s") / total("step_time"),
         "idle_share": total("tlt/idle_s") / total("step_time"),
-        "idle_used_fraction": sum(
-            float(log["tlt/idle_used_fraction"]) * float(log["tlt/idle_s"]) for run in on for log in run["steps"][1:]
-        )
-        / total("tlt/idle_s"),
-        "drafter_tokens": float(on[0]["steps"][-1]["tlt/drafter_tokens"]),
+        "idle_used_fraction": used_s / total("tlt/idle_s"),
+        "drafter_tokens": total("tlt/drafter_tokens") / len(on),
     }
     return {name: round(value, 4) for name, value in summary.items()}
 
@@ -114,14 +116,15 @@ def main() -> None:
     args = parser.parse_args()
     if args.variant is not None:
         return run_variant(args)
+    args.output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         make_policy_and_drafter(make_config(folder, args))  # for the caches, where the launched processes find them
+    settings = {name: value for name, value in vars(args).items() if name not in ("output", "variant")}
     runs = []
     for number in range(args.rounds):
         for variant in ("off", "on") if number % 2 == 0 else ("on", "off"):
             runs.append({"variant": variant, "steps": launch(variant, args)})
-    settings = {name: value for name, value in vars(args).items() if name not in ("output", "variant")}
-    args.output.write_text(json.dumps({"settings": settings, "runs": runs}) + "\n")
+            args.output.write_text(json.dumps({"settings": settings, "runs": runs}) + "\n")
     check_same_work(runs)
     summary = summarise(runs)
     args.output.write_text(json.dumps({"settings": settings, "summary": summary, "runs": runs}) + "\n")

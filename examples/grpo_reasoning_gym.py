@@ -91,7 +91,9 @@ class MetricsFile(TrainerCallback):
         self.path = path
         self.rows: list[dict[str, float]] = []
         self.eval_rewards: list[float] = []
-        path.write_text("")
+        if PartialState().is_main_process:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("")
 
     def on_log(self, args, state, control, logs, **kwargs):
         if not state.is_world_process_zero:
@@ -230,7 +232,7 @@ def summarise(metrics: MetricsFile, config: TLTGRPOConfig, demo: DemoArguments, 
         "rollout_tokens_per_s": sum(row["tlt/rollout/tokens_per_s"] for row in rows) / len(rows),
         "accept_length_first": rows[0]["tlt/acceptance_length"],
         "accept_length_last": rows[-1]["tlt/acceptance_length"],
-        "accepted_by_position": [
+        "accepted_by_position_last": [
             rows[-1][f"tlt/acceptance/position_{position}"]
             for position in range(config.max_num_draft_tokens)
             if f"tlt/acceptance/position_{position}" in rows[-1]

@@ -6,6 +6,7 @@ import pytest
 from datasets import Dataset
 from transformers import AutoTokenizer
 
+from tlt_trl import cli
 from tlt_trl.cli import main, read_dataset_prompts, read_prompts
 
 
@@ -33,6 +34,13 @@ def test_file_folder_and_parquet_hold_the_same(tokenizer, jsonl, tmp_path):
     assert read_dataset_prompts(str(tmp_path / "folder"), "train", "prompt", tokenizer) == expected
     Dataset.from_list([{"question": row["prompt"]} for row in ROWS]).to_parquet(tmp_path / "rows.parquet")
     assert read_dataset_prompts(str(tmp_path / "rows.parquet"), "train", "question", tokenizer) == expected
+
+
+def test_a_large_data_set_is_sampled(tokenizer, tmp_path, monkeypatch):
+    Dataset.from_list([{"prompt": f"w{5 + i}"} for i in range(50)]).to_parquet(tmp_path / "rows.parquet")
+    monkeypatch.setattr(cli, "MAX_DATASET_PROMPTS", 10)
+    prompts = read_dataset_prompts(str(tmp_path / "rows.parquet"), "train", "prompt", tokenizer)
+    assert len({ids[0] for ids in prompts}) == 10 and prompts != sorted(prompts)
 
 
 def test_wrong_column_and_file_are_named(tokenizer, jsonl, tmp_path):

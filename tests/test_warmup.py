@@ -56,6 +56,8 @@ def test_what_cannot_work_is_refused_before_anything_is_loaded(tiny_policy_dir, 
     for option, message in (({"temperature": 0.0}, "temperature=0.0"), ({"unroll_steps": 0}, "unroll_steps=0")):
         with pytest.raises(ValueError, match=message):
             warm_up(tiny_policy_dir, [[5, 6]], tmp_path, **option)
+    with pytest.raises(ValueError, match="No prompt fits: at most 12 tokens"):
+        warm_up(tiny_policy_dir, [[5] * 13], tmp_path, max_completion_length=500)
     AutoConfig.for_model("gpt_neo", architectures=["GPTNeoForCausalLM"]).save_pretrained(tmp_path / "policy")
     with pytest.raises(UnsupportedEngineError, match="GPTNeoForCausalLM cannot be drafted for"):
         warm_up(str(tmp_path / "policy"), [[5, 6]], tmp_path)

@@ -24,6 +24,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return args.run(args)
 
 
+# More than a warm-up goes through; tokenising a whole data set takes longer than the warm-up.
+MAX_DATASET_PROMPTS = 4096
+
+
 def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     _add_policy_options(parser)
     parser.add_argument("--prompts", required=True, type=Path, help="JSONL, one prompt a line under the key 'prompt'")
@@ -74,7 +78,7 @@ def read_dataset_prompts(name: str, split: str, column: str, tokenizer) -> list[
         name (`str`):
             Hub id, or a folder or JSON, JSONL or Parquet file of this machine.
         split (`str`):
-            Split of the data set.
+            Split of the data set. Of a large one a random part is taken.
         column (`str`):
             Column that holds texts or lists of messages.
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
@@ -96,6 +100,8 @@ def read_dataset_prompts(name: str, split: str, column: str, tokenizer) -> list[
         )
     if not len(dataset):
         raise ValueError(f"The data set {name} holds no prompts.")
+    if len(dataset) > MAX_DATASET_PROMPTS:
+        dataset = dataset.shuffle(seed=0).select(range(MAX_DATASET_PROMPTS))
     return [_prompt_ids(prompt, tokenizer) for prompt in dataset[column]]
 
 

@@ -396,6 +396,14 @@ class TLTGRPOTrainer(DrafterSaving, GRPOTrainer):
         self._drafter_credit_s -= report["seconds"]
         return report
 
+    def evaluate(self, *args, **kwargs):
+        began = time.perf_counter()
+        metrics = super().evaluate(*args, **kwargs)
+        if self._last_rollout_end_s is not None:
+            # The drafter's share is one of training: an evaluation of ten minutes must not earn it a minute.
+            self._last_rollout_end_s += time.perf_counter() - began
+        return metrics
+
     def _train_drafter_beside(self, stop: Callable[[], bool]) -> dict[str, float]:
         """Trains the drafter in another thread than the trainer's until told to stop."""
         return train_safely(self.drafter_trainer, self._policy_copy, stop=stop, max_step_s=MAX_STEP_S)

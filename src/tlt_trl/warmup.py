@@ -8,6 +8,7 @@ there.
 """
 
 import gc
+import logging
 import math
 import tempfile
 import time
@@ -32,6 +33,8 @@ from .strategy import Strategy, make_selector
 if TYPE_CHECKING:
     from vllm import LLM
 
+
+logger = logging.getLogger(__name__)
 
 NGRAM_DRAFT_TOKENS = 4
 DRAFT_TOKEN_CHOICES = (1, 2, 3, 5)
@@ -96,9 +99,10 @@ def warm_up(
         raise ValueError(f"temperature={temperature} must be greater than 0: the drafter learns a distribution.")
     if unroll_steps < 1:
         raise ValueError(f"unroll_steps={unroll_steps} must be at least 1.")
-    architectures = AutoConfig.from_pretrained(model).architectures or []
-    if not supports_eagle3(architectures):
-        raise UnsupportedEngineError(no_auxiliary_states_message(architectures))
+    config = AutoConfig.from_pretrained(model)
+    if not supports_eagle3(config.architectures or []):
+        raise UnsupportedEngineError(no_auxiliary_states_message(config.architectures or []))
+    prompts = _prompts_that_fit(prompts, config.get_text_config().max_position_embeddings - max_completion_length)
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
     policy.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     # Gives the engine's drafter its shape; which tokens it drafts is known after the first round.
@@ -158,6 +162,24 @@ def warm_up(
     save_drafter(drafter, output_dir, provenance)
     write_model_card(output_dir, str(output_dir), drafter.config, provenance)
     return metrics | figures
+
+
+def _prompts_that_fit(prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+    fitting = [prompt for prompt in prompts if len(prompt) <= max_tokens]
+    if not fitting:
+        raise ValueError(
+            f"No prompt fits: at most {max_tokens} tokens are left for it in the policy's context beside the answer. "
+            "Lower `max_completion_length`."
+        )
+    if len(fitting) < len(prompts):
+        logger.warning(
+            "%d of %d prompts are left out: they have more than the %d tokens that the policy's context leaves beside "
+            "the answer.",
+            len(prompts) - len(fitting),
+            len(prompts),
+            max_tokens,
+        )
+    return fitting
 
 
 class AnswerSampler:
