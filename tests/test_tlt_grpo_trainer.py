@@ -95,6 +95,15 @@ def test_a_torn_drafter_is_refused(tmp_path):
         trainer._load_drafter_checkpoint(str(tmp_path))
 
 
+def test_machines_that_share_no_folder_are_told_so(tmp_path):
+    trainer = object.__new__(TLTGRPOTrainer)
+    trainer.args = SimpleNamespace(save_only_model=False, should_save=False)
+    trainer.accelerator = SimpleNamespace(process_index=8)
+    trainer._rank_state = dict
+    with pytest.raises(FileNotFoundError, match="Rank 8 does not see .*save_on_each_node=True"):
+        trainer._start_drafter_checkpoint(str(tmp_path / "checkpoint-1" / "drafter"), str(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [

@@ -229,6 +229,11 @@ class DrafterSaving:
     def _start_drafter_checkpoint(self, folder: str, run_dir: str) -> None:
         """Copies what changes and leaves the writing to the background."""
         rank_state = None if self.args.save_only_model else self._rank_state()
+        if rank_state is not None and not os.path.isdir(folder):
+            raise FileNotFoundError(
+                f"Rank {self.accelerator.process_index} does not see {folder}, which the first rank has made: their "
+                "machines share no file system. Set `save_on_each_node=True`, or an `output_dir` that all of them see."
+            )
         if not self.args.should_save:
             return self._checkpoint_writer.start(folder, rank_state)
         rotate = None
