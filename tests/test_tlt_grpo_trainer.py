@@ -13,7 +13,7 @@ from datasets import Dataset
 from transformers import AutoConfig
 from trl import GRPOConfig, GRPOTrainer
 
-from tlt_trl import Drafter, TLTGRPOConfig, TLTGRPOTrainer
+from tlt_trl import Drafter, TLTGRPOConfig, TLTGRPOTrainer, tlt_grpo_trainer
 
 from .conftest import ROOT, environment_of_its_own, save_tiny_policy
 
@@ -93,6 +93,23 @@ def test_a_torn_drafter_is_refused(tmp_path):
     trainer = object.__new__(TLTGRPOTrainer)
     with pytest.raises(ValueError, match="not whole: .*complete.json is missing.* Resume from an older checkpoint"):
         trainer._load_drafter_checkpoint(str(tmp_path))
+
+
+def test_an_evaluation_earns_the_drafter_no_time(monkeypatch):
+    clock = SimpleNamespace(now_s=10.0)
+
+    def ten_minutes(self):
+        clock.now_s += 600.0
+        return {"eval_reward": 1.0}
+
+    monkeypatch.setattr(GRPOTrainer, "evaluate", ten_minutes)
+    monkeypatch.setattr(tlt_grpo_trainer, "time", SimpleNamespace(perf_counter=lambda: clock.now_s))
+    trainer = object.__new__(TLTGRPOTrainer)
+    assert trainer.evaluate() == {"eval_reward": 1.0}
+    assert trainer._last_rollout_end_s is None
+    trainer._last_rollout_end_s = clock.now_s - 5.0
+    trainer.evaluate()
+    assert clock.now_s - trainer._last_rollout_end_s == 5.0
 
 
 def test_machines_that_share_no_folder_are_told_so(tmp_path):
