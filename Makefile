@@ -6,11 +6,14 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-# vLLM's CPU backend loses speed with another OpenMP runtime than Intel's; only a CPU install has the file.
+# vLLM's CPU backend loses speed with another OpenMP runtime than Intel's; only a CPU install has the file. There glibc
+# must not give memory back to the system either: faulting it in again was 30 % of the policy's training, and more after
+# a wait that was used (docs/results.md).
 IOMP := $(wildcard $(VENV)/lib/libiomp5.so)
-RUN = $(if $(IOMP),LD_PRELOAD=$(abspath $(IOMP)) )TOKENIZERS_PARALLELISM=false $(BIN)/python
+ON_CPU := LD_PRELOAD=$(abspath $(IOMP)) MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=1099511627776
+RUN = $(if $(IOMP),$(ON_CPU) )TOKENIZERS_PARALLELISM=false $(BIN)/python
 
-.PHONY: help setup demo demo-2 test lint bench bench-strategies clean
+.PHONY: help setup demo demo-2 test lint bench bench-strategies bench-adaptive bench-idle clean
 
 help:
 	@echo "make setup   virtual environment in $(VENV): vLLM for CUDA where there is a device, else for CPU"
@@ -20,6 +23,8 @@ help:
 	@echo "make lint    ruff"
 	@echo "make bench   selector overhead and simulated regret"
 	@echo "make bench-strategies   adaptive speculation against every fixed strategy, on the real engine"
+	@echo "make bench-adaptive     acceptance of a trained and of a frozen drafter while the policy moves and after it jumps"
+	@echo "make bench-idle         whole steps with drafter training in waits and without, on two processes"
 	@echo "make clean   remove runs and caches of the tools, not the environment"
 
 setup: $(STAMP)
@@ -49,6 +54,12 @@ bench: $(STAMP)
 bench-strategies: $(STAMP)
 	@$(MAKE) --no-print-directory run ARGS="benchmarks/strategies.py --output runs/bench_strategies"
 	@$(MAKE) --no-print-directory run ARGS="-m tlt_trl.cli bench strategies --json --output runs/bench_strategies/raw.json"
+
+bench-adaptive: $(STAMP)
+	@$(MAKE) --no-print-directory run ARGS="benchmarks/adaptive_drafter.py --output runs/adaptive_drafter.json"
+
+bench-idle: $(STAMP)
+	@$(MAKE) --no-print-directory run ARGS="benchmarks/idle_cost.py --output runs/idle_cost.json"
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .

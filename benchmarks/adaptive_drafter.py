@@ -1,7 +1,7 @@
 """
 Does training the drafter keep acceptance up while the policy moves, and bring it back after a jump?
 
-    python benchmarks/adaptive_drafter.py --output benchmarks/results/adaptive_drafter.json
+    make bench-adaptive
 
 The demo's GRPO at a learning rate that moves the policy visibly, twice: with the drafter trained, and frozen after a
 short warm-up. Draft tokens are proposed in evaluations only, always the same number of them: then both runs sample the
@@ -194,10 +194,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="raw figures (JSON)")
     parser.add_argument("--steps", type=int, default=20, help="policy steps before the jump, a multiple of 5")
-    parser.add_argument("--gradient_accumulation_steps", type=int, default=4, help="4 answers each")
+    parser.add_argument("--gradient_accumulation_steps", type=int, default=10, help="4 answers each")
     parser.add_argument("--learning_rate", type=float, default=5e-5)
     parser.add_argument("--num_draft_tokens", type=int, default=5)
-    parser.add_argument("--warmup_tokens", type=int, default=4000, help="of answers to warm the drafter up with")
+    parser.add_argument("--warmup_tokens", type=int, default=8000, help="of answers to warm the drafter up with")
     parser.add_argument("--jump_tokens", type=int, default=4000, help="tokens of the supervised training")
     parser.add_argument(
         "--drafter_time_budget", type=float, default=0.25, help="share of a step, as waiting would give"

@@ -1,17 +1,22 @@
 """
 What drafter training in the time of waiting adds to a run: whole steps with it on against the same steps with it off.
 
-    python benchmarks/idle_cost.py --output benchmarks/results/idle_cost.json
+    make bench-idle
 
 Two processes with a core each, the demo's policy and tasks. No draft token is proposed, so that both runs sample the
 same answers from the same weights and step i of one is the work of step i of the other; the program stops when they
 are not. The runs take turns (off on, on off, ...); of a step's times the shortest of all rounds counts, since what
 else the machine does only ever adds.
+
+On a CPU it needs an allocator that keeps what it has, as `make` sets it. With glibc's defaults every large tensor is
+fresh memory, a third of the policy's training is page faults, and what the drafter frees is faulted in again.
 """
 
 import argparse
 import json
 import os
+import resource
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -50,17 +55,23 @@ def run_variant(args: argparse.Namespace) -> None:
         trainer = make_trainer(policy, config, [], num_eval_tasks=8)
         trainer.train()
         if trainer.is_world_process_zero():
-            args.output.write_text(json.dumps([log for log in trainer.state.log_history if "reward" in log]))
+            usage = resource.getrusage(resource.RUSAGE_SELF)
+            figures = {
+                "steps": [log for log in trainer.state.log_history if "reward" in log],
+                "minor_page_faults": usage.ru_minflt,
+                "system_s": usage.ru_stime,
+            }
+            args.output.write_text(json.dumps(figures))
 
 
-def launch(variant: str, args: argparse.Namespace) -> list[dict]:
+def launch(variant: str, args: argparse.Namespace) -> dict:
     part = args.output.with_suffix(".part.json")
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIG), __file__]
     environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
     subprocess.run([*command, *sys.argv[1:], "--variant", variant, "--output", str(part)], check=True, env=environment)
-    logs = json.loads(part.read_text())
+    figures = json.loads(part.read_text())
     part.unlink()
-    return logs
+    return {"variant": variant, **figures}
 
 
 def check_same_work(runs: list[dict]) -> None:
@@ -83,9 +94,12 @@ def summarise(runs: list[dict]) -> dict[str, float]:
     def total(name: str) -> float:
         return sum(float(log[name]) for run in on for log in run["steps"][1:])
 
+    def mean(name: str, variant: str) -> float:
+        return statistics.mean(run[name] for run in runs if run["variant"] == variant)
+
     on = [run for run in runs if run["variant"] == "on"]
     off_s, on_s = shortest("off"), shortest("on")
-    ratios = sorted(on / off for on, off in zip(on_s, off_s, strict=True))
+    ratios = [on / off for on, off in zip(on_s, off_s, strict=True)]
     # What two sets of runs without the training differ by, is what this machine cannot resolve.
     off_runs = [sum(float(log["step_time"]) for log in run["steps"][1:]) for run in runs if run["variant"] == "off"]
     used_s = sum(
@@ -95,12 +109,16 @@ def summarise(runs: list[dict]) -> dict[str, float]:
     )
     summary = {
         "added_fraction": sum(on_s) / sum(off_s) - 1,
-        "added_fraction_median_step": ratios[len(ratios) // 2] - 1,
+        "added_fraction_median_step": statistics.median(ratios) - 1,
         "spread_of_off_runs": max(off_runs) / min(off_runs) - 1,
         "accounted_fraction": total("tlt/idle_added_s") / total("step_time"),
         "idle_share": total("tlt/idle_s") / total("step_time"),
         "idle_used_fraction": used_s / total("tlt/idle_s"),
         "drafter_tokens": total("tlt/drafter_tokens") / len(on),
+        "minor_page_faults_off": mean("minor_page_faults", "off"),
+        "minor_page_faults_on": mean("minor_page_faults", "on"),
+        "system_s_off": mean("system_s", "off"),
+        "system_s_on": mean("system_s", "on"),
     }
     return {name: round(value, 4) for name, value in summary.items()}
 
@@ -123,7 +141,7 @@ def main() -> None:
     runs = []
     for number in range(args.rounds):
         for variant in ("off", "on") if number % 2 == 0 else ("on", "off"):
-            runs.append({"variant": variant, "steps": launch(variant, args)})
+            runs.append(launch(variant, args))
             args.output.write_text(json.dumps({"settings": settings, "runs": runs}) + "\n")
     check_same_work(runs)
     summary = summarise(runs)
