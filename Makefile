@@ -6,12 +6,12 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-# vLLM's CPU backend loses speed with another OpenMP runtime than Intel's; only a CPU install has the file. There glibc
-# must not give memory back to the system either: faulting it in again was 30 % of the policy's training, and more after
-# a wait that was used (docs/results.md).
+# What vLLM's documentation asks for on CPU, in a CPU install: Intel's OpenMP and, where it is installed, TCMalloc
+# (Debian's libtcmalloc-minimal4). With glibc's allocator every large tensor is memory fresh from the system; page faults
+# were a third of the policy's training, and more after a wait that was used (docs/results.md).
 IOMP := $(wildcard $(VENV)/lib/libiomp5.so)
-ON_CPU := LD_PRELOAD=$(abspath $(IOMP)) MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=1099511627776
-RUN = $(if $(IOMP),$(ON_CPU) )TOKENIZERS_PARALLELISM=false $(BIN)/python
+TCMALLOC := $(shell ldconfig -p 2>/dev/null | awk '/libtcmalloc_minimal.so.4 / {print $$NF; exit}')
+RUN = $(if $(IOMP),LD_PRELOAD=$(if $(TCMALLOC),$(TCMALLOC):)$(abspath $(IOMP)) )TOKENIZERS_PARALLELISM=false $(BIN)/python
 
 .PHONY: help setup demo demo-2 test lint bench bench-strategies bench-adaptive bench-idle clean
 

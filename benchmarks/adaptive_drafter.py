@@ -44,6 +44,8 @@ def make_config(folder: Path, args: argparse.Namespace, **options) -> TLTGRPOCon
         "seed": args.seed,
         "max_steps": args.steps + STEPS_AFTER_JUMP,
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        # What a drafter lacks is text, and answers to one prompt are much the same.
+        "num_generations": 4,
         "learning_rate": args.learning_rate,
         "warmup_steps": 0,
         "lr_scheduler_type": "constant",
@@ -194,7 +196,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="raw figures (JSON)")
     parser.add_argument("--steps", type=int, default=20, help="policy steps before the jump, a multiple of 5")
-    parser.add_argument("--gradient_accumulation_steps", type=int, default=10, help="4 answers each")
+    parser.add_argument("--gradient_accumulation_steps", type=int, default=12, help="4 answers to one prompt each")
     parser.add_argument("--learning_rate", type=float, default=5e-5)
     parser.add_argument("--num_draft_tokens", type=int, default=5)
     parser.add_argument("--warmup_tokens", type=int, default=8000, help="of answers to warm the drafter up with")

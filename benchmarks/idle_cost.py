@@ -1,12 +1,12 @@
 """
-What drafter training in the time of waiting adds to a run: whole steps with it on against the same steps with it off.
+What drafter training in the time of waiting adds to a run: every step with it against the same step without.
 
     make bench-idle
 
-Two processes with a core each, the demo's policy and tasks. No draft token is proposed, so that both runs sample the
+Two processes with a core each, the demo's policy and tasks. No draft token is proposed, so that all runs sample the
 same answers from the same weights and step i of one is the work of step i of the other; the program stops when they
-are not. The runs take turns (off on, on off, ...); of a step's times the shortest of all rounds counts, since what
-else the machine does only ever adds.
+are not. One run trains its drafter in the even steps and the other in the odd ones: each step is there with and
+without, each run has as many of both, and what one run is slower than the other as a whole cancels.
 
 On a CPU it needs an allocator that keeps what it has, as `make` sets it. With glibc's defaults every large tensor is
 fresh memory, a third of the policy's training is page faults, and what the drafter frees is faulted in again.
@@ -14,6 +14,7 @@ fresh memory, a third of the policy's training is page faults, and what the draf
 
 import argparse
 import json
+import math
 import os
 import resource
 import statistics
@@ -23,13 +24,16 @@ import tempfile
 from pathlib import Path
 
 from demo_run import make_policy_and_drafter, make_trainer
+from transformers import TrainerCallback
 
 from grpo_reasoning_gym import DEFAULTS, bind_to_own_cores
-from tlt_trl import TLTGRPOConfig
+from tlt_trl import TLTGRPOConfig, TLTGRPOTrainer
 
 
 CONFIG = Path(__file__).resolve().parents[1] / "accelerate_configs" / "cpu_2_processes.yaml"
 SAME = ("reward", "completions/mean_length", "completions/max_length", "grad_norm", "loss")
+# The first step has no features to train on.
+FIRST_STEP = 2
 
 
 def make_config(folder: str, args: argparse.Namespace) -> TLTGRPOConfig:
@@ -40,85 +44,123 @@ def make_config(folder: str, args: argparse.Namespace) -> TLTGRPOConfig:
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
         "speculation_selector": "fixed",
         "speculation_activation_threshold": 0,
-        "train_drafter": args.variant == "on",
         "disable_tqdm": True,
     }
     return TLTGRPOConfig(**DEFAULTS | changed)
 
 
-def run_variant(args: argparse.Namespace) -> None:
+class Steps(TrainerCallback):
+    """Logs of the steps, with what each took of the system."""
+
+    def __init__(self):
+        self.rows = []
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.began = resource.getrusage(resource.RUSAGE_SELF)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        self.usage = {
+            "minor_page_faults": usage.ru_minflt - self.began.ru_minflt,
+            "system_s": usage.ru_stime - self.began.ru_stime,
+        }
+
+    def on_log(self, args, state, control, logs, **kwargs):
+        if "reward" in logs:
+            values = {name: float(value) for name, value in logs.items()}
+            self.rows.append({"step": state.global_step, **values, **self.usage})
+
+
+def train_in_some_steps(trainer: TLTGRPOTrainer, remainder: int) -> None:
+    """In the other steps ranks wait for each other as TRL's do; everything else is the same."""
+    train_drafter = trainer._train_drafter
+
+    def train_or_not(rollout_started_s: float) -> None:
+        if (trainer.state.global_step + 1) % 2 == remainder:
+            train_drafter(rollout_started_s)
+
+    trainer._train_drafter = train_or_not
+
+
+def run_once(args: argparse.Namespace) -> None:
     """Trains once, in each of the launched processes; the first writes the logs."""
     with tempfile.TemporaryDirectory() as folder:
         config = make_config(folder, args)
         policy, config.drafter_model_name_or_path = make_policy_and_drafter(config)
         bind_to_own_cores()
-        trainer = make_trainer(policy, config, [], num_eval_tasks=8)
+        steps = Steps()
+        trainer = make_trainer(policy, config, [steps], num_eval_tasks=8)
+        train_in_some_steps(trainer, args.remainder)
         trainer.train()
         if trainer.is_world_process_zero():
-            usage = resource.getrusage(resource.RUSAGE_SELF)
-            figures = {
-                "steps": [log for log in trainer.state.log_history if "reward" in log],
-                "minor_page_faults": usage.ru_minflt,
-                "system_s": usage.ru_stime,
-            }
-            args.output.write_text(json.dumps(figures))
+            args.output.write_text(json.dumps(steps.rows))
 
 
-def launch(variant: str, args: argparse.Namespace) -> dict:
+def launch(remainder: int, args: argparse.Namespace) -> list[dict]:
+    """Logs of the steps of a run that trains its drafter in the steps with that remainder by two."""
     part = args.output.with_suffix(".part.json")
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIG), __file__]
-    environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
-    subprocess.run([*command, *sys.argv[1:], "--variant", variant, "--output", str(part)], check=True, env=environment)
-    figures = json.loads(part.read_text())
+    command += [*sys.argv[1:], "--remainder", str(remainder), "--output", str(part)]
+    subprocess.run(command, check=True, env=os.environ | {"TOKENIZERS_PARALLELISM": "false"})
+    rows = json.loads(part.read_text())
     part.unlink()
-    return {"variant": variant, **figures}
+    return [row | {"with_training": row["step"] % 2 == remainder} for row in rows]
 
 
-def check_same_work(runs: list[dict]) -> None:
-    first = runs[0]["steps"]
+def check_same_work(runs: list[list[dict]]) -> None:
     for run in runs[1:]:
-        for log, other in zip(first, run["steps"], strict=True):
-            if different := [name for name in SAME if float(log[name]) != float(other[name])]:
+        for row, other in zip(runs[0], run, strict=True):
+            if different := [name for name in SAME if row[name] != other[name]]:
                 raise RuntimeError(
-                    f"Step {log['step']} of a run differs in {different}: its times cannot be compared."
+                    f"Step {row['step']} of a run differs in {different}: its times cannot be compared."
                 )
 
 
-def summarise(runs: list[dict]) -> dict[str, float]:
-    """The first step, which has no features to train on, is left out."""
+def added_fraction(runs: list[list[dict]]) -> tuple[float, float]:
+    """
+    Returns:
+        `tuple[float, float]`: What drafter training adds to the time of the steps, as a share of it, and the standard
+        error of that: as much as the ratios of single steps scatter.
+    """
+    log_ratios, ratios = ([], []), []
+    for remainder in (0, 1):
+        sums = {True: 0.0, False: 0.0}
+        for rows in zip(*runs, strict=True):
+            if rows[0]["step"] < FIRST_STEP or rows[0]["step"] % 2 != remainder:
+                continue
+            with_s, without_s = (
+                statistics.mean(row["step_time"] for row in rows if row["with_training"] == kind)
+                for kind in (True, False)
+            )
+            sums[True] += with_s
+            sums[False] += without_s
+            log_ratios[remainder].append(math.log(with_s / without_s))
+        ratios.append(sums[True] / sums[False])
+    # A run that is slower as a whole makes one of the two ratios larger by what it makes the other smaller.
+    variance = sum(statistics.variance(logs) / len(logs) for logs in log_ratios) / 4
+    return math.sqrt(ratios[0] * ratios[1]) - 1, math.sqrt(variance)
 
-    def shortest(variant: str) -> list[float]:
-        times = [[float(log["step_time"]) for log in run["steps"][1:]] for run in runs if run["variant"] == variant]
-        return [min(of_step) for of_step in zip(*times, strict=True)]
 
-    def total(name: str) -> float:
-        return sum(float(log[name]) for run in on for log in run["steps"][1:])
+def summarise(runs: list[list[dict]]) -> dict[str, float]:
+    rows = [row for run in runs for row in run if row["step"] >= FIRST_STEP]
+    kinds = {kind: [row for row in rows if row["with_training"] == kind] for kind in (True, False)}
 
-    def mean(name: str, variant: str) -> float:
-        return statistics.mean(run[name] for run in runs if run["variant"] == variant)
+    def total(name: str, kind: bool = True) -> float:
+        return sum(row[name] for row in kinds[kind])
 
-    on = [run for run in runs if run["variant"] == "on"]
-    off_s, on_s = shortest("off"), shortest("on")
-    ratios = [on / off for on, off in zip(on_s, off_s, strict=True)]
-    # What two sets of runs without the training differ by, is what this machine cannot resolve.
-    off_runs = [sum(float(log["step_time"]) for log in run["steps"][1:]) for run in runs if run["variant"] == "off"]
-    used_s = sum(
-        float(log.get("tlt/idle_used_fraction", 0.0)) * float(log["tlt/idle_s"])
-        for run in on
-        for log in run["steps"][1:]
-    )
+    added, error = added_fraction(runs)
+    used_s = sum(row.get("tlt/idle_used_fraction", 0.0) * row["tlt/idle_s"] for row in kinds[True])
     summary = {
-        "added_fraction": sum(on_s) / sum(off_s) - 1,
-        "added_fraction_median_step": statistics.median(ratios) - 1,
-        "spread_of_off_runs": max(off_runs) / min(off_runs) - 1,
+        "added_fraction": added,
+        "added_fraction_standard_error": error,
         "accounted_fraction": total("tlt/idle_added_s") / total("step_time"),
         "idle_share": total("tlt/idle_s") / total("step_time"),
         "idle_used_fraction": used_s / total("tlt/idle_s"),
-        "drafter_tokens": total("tlt/drafter_tokens") / len(on),
-        "minor_page_faults_off": mean("minor_page_faults", "off"),
-        "minor_page_faults_on": mean("minor_page_faults", "on"),
-        "system_s_off": mean("system_s", "off"),
-        "system_s_on": mean("system_s", "on"),
+        "drafter_tokens_per_step": total("tlt/drafter_tokens") / len(kinds[True]),
+        "system_share_with": total("system_s") / total("step_time"),
+        "system_share_without": total("system_s", False) / total("step_time", False),
+        "page_faults_per_step_with": total("minor_page_faults") / len(kinds[True]),
+        "page_faults_per_step_without": total("minor_page_faults", False) / len(kinds[False]),
     }
     return {name: round(value, 4) for name, value in summary.items()}
 
@@ -126,22 +168,24 @@ def summarise(runs: list[dict]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="raw figures (JSON)")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each kind")
-    parser.add_argument("--steps", type=int, default=8, help="policy steps of a run, the first left out")
+    parser.add_argument("--rounds", type=int, default=1, help="two runs each")
+    parser.add_argument("--steps", type=int, default=33, help="policy steps of a run, the first left out")
     parser.add_argument("--gradient_accumulation_steps", type=int, default=2, help="4 answers a rank each")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--variant", choices=["on", "off"], help=argparse.SUPPRESS)
+    parser.add_argument("--remainder", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.variant is not None:
-        return run_variant(args)
+    if args.steps < 5:
+        parser.error("--steps must be at least 5: two steps with and two without after the first.")
+    if args.remainder is not None:
+        return run_once(args)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         make_policy_and_drafter(make_config(folder, args))  # for the caches, where the launched processes find them
-    settings = {name: value for name, value in vars(args).items() if name not in ("output", "variant")}
+    settings = {name: value for name, value in vars(args).items() if name not in ("output", "remainder")}
     runs = []
     for number in range(args.rounds):
-        for variant in ("off", "on") if number % 2 == 0 else ("on", "off"):
-            runs.append(launch(variant, args))
+        for remainder in (0, 1) if number % 2 == 0 else (1, 0):
+            runs.append(launch(remainder, args))
             args.output.write_text(json.dumps({"settings": settings, "runs": runs}) + "\n")
     check_same_work(runs)
     summary = summarise(runs)

@@ -147,7 +147,8 @@ def warm_up(
     figures = sampler.close()
     del sampler
     gc.collect()  # the engine's memory is the drafter's from here on
-    warmup.train(epochs, max_seconds)
+    # On answers held out the decay was worth 0.1 of acceptance length.
+    warmup.train(epochs, max_seconds, decay=True)
     metrics = warmup.evaluate()
     # Some are missing when no answer held out is long enough.
     positions = [f"acceptance_{step}" for step in range(1, unroll_steps + 1)]

@@ -1,5 +1,7 @@
 """Training of a first drafter, without an engine, on sequences that arrive in rounds."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -43,6 +45,28 @@ def test_the_time_limit_counts_from_the_beginning_too(policy):
     steps = warmup.trainer.steps
     warmup.train(epochs=1000, max_seconds=warmup.trained_s)
     assert warmup.trainer.steps == steps > 0
+
+
+@pytest.mark.parametrize("limit", ["tokens", "seconds"])
+def test_the_learning_rate_falls_to_zero_by_the_nearer_limit(policy, monkeypatch, limit):
+    warmup = DrafterWarmup(policy, Drafter.from_policy(policy), unroll_steps=2, learning_rate=1.0)
+    warmup.add(sequences(9, seed=0))
+    rates = []
+
+    def step():
+        rates.append(warmup.trainer.learning_rate)
+        warmup.trainer.tokens_trained += 16
+        clock.now += 1.0
+        return {"loss": 1.0}
+
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(warmup.trainer, "step", step)
+    monkeypatch.setattr("tlt_trl.drafter.warmup.time.perf_counter", lambda: clock.now)
+    # 8 answers of 20 tokens: ten steps, of a second each.
+    warmup.train(epochs=0.2)
+    warmup.train(epochs=1, max_seconds=float("inf") if limit == "tokens" else 6.0, decay=True)
+    expected = [1.0, 1.0] + ([1 - i / 8 for i in range(8)] if limit == "tokens" else [1 - i / 4 for i in range(4)])
+    assert rates == pytest.approx(expected)
 
 
 def test_training_lowers_the_loss_on_the_answers_held_out(policy):

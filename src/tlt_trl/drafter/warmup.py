@@ -150,7 +150,7 @@ class DrafterWarmup:
             self.buffer.max_tokens += sample.num_tokens
             self.buffer.add(sample)
 
-    def train(self, epochs: float, max_seconds: float = float("inf")) -> None:
+    def train(self, epochs: float, max_seconds: float = float("inf"), decay: bool = False) -> None:
         """
         Trains until the drafter has seen what was added `epochs` times on average, counted from the beginning.
 
@@ -159,8 +159,11 @@ class DrafterWarmup:
                 Passes over the answers.
             max_seconds (`float`, *optional*, defaults to no limit):
                 Training time at most, also counted from the beginning.
+            decay (`bool`, *optional*, defaults to `False`):
+                Whether the learning rate falls linearly to zero over this call, which must then be the last one.
         """
         num_tokens, trainer = round(epochs * self.buffer.num_tokens), self.trainer
+        peak, first_token, first_s = trainer.learning_rate, trainer.tokens_trained, self.trained_s
         began = time.perf_counter() - self.trained_s
         with tqdm(
             total=num_tokens,
@@ -170,6 +173,10 @@ class DrafterWarmup:
             unit_scale=True,
         ) as bar:
             while trainer.tokens_trained < num_tokens and self.trained_s < max_seconds:
+                if decay:
+                    done = (trainer.tokens_trained - first_token) / (num_tokens - first_token)
+                    done = max(done, (self.trained_s - first_s) / (max_seconds - first_s))
+                    trainer.learning_rate = peak * (1.0 - done)
                 metrics = trainer.step()
                 if metrics is None:
                     raise ValueError("No answer is long enough to learn from: a drafter needs at least three tokens.")
