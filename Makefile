@@ -8,9 +8,9 @@ STAMP := $(VENV)/.installed
 
 # What vLLM's documentation asks for on CPU, in a CPU install: Intel's OpenMP and, where it is installed, TCMalloc
 # (Debian's libtcmalloc-minimal4). With glibc's allocator every large tensor is memory fresh from the system; page faults
-# were a third of the policy's training, and more after a wait that was used (docs/results.md).
+# were 18 to 35 % of the policy's training (docs/results.md).
 IOMP := $(wildcard $(VENV)/lib/libiomp5.so)
-TCMALLOC := $(shell ldconfig -p 2>/dev/null | awk '/libtcmalloc_minimal.so.4 / {print $$NF; exit}')
+TCMALLOC := $(shell PATH="$$PATH:/sbin:/usr/sbin" ldconfig -p 2>/dev/null | awk '/libtcmalloc_minimal.so.4 / {print $$NF; exit}')
 RUN = $(if $(IOMP),LD_PRELOAD=$(if $(TCMALLOC),$(TCMALLOC):)$(abspath $(IOMP)) )TOKENIZERS_PARALLELISM=false $(BIN)/python
 
 .PHONY: help setup demo demo-2 test lint bench bench-strategies bench-adaptive bench-idle clean

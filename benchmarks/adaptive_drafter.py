@@ -143,16 +143,18 @@ def run_variants(policy: str, drafter: str, args: argparse.Namespace) -> dict[st
         if at_once:
             command += ["--core", str(core)]
             environment |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": str(core)}
-        running[variant] = subprocess.Popen(command, env=environment)
-        if not at_once:
-            running[variant].wait()
+        part.unlink(missing_ok=True)
+        if at_once:
+            running[variant] = subprocess.Popen(command, env=environment)
+        else:
+            subprocess.run(command, env=environment, check=True)
     while any(process.poll() is None for process in running.values()):
         time.sleep(1)
         if failed := [variant for variant, process in running.items() if process.poll()]:
             for process in running.values():
                 process.terminate()
             raise RuntimeError(f"The {failed[0]} run ended with exit status {running[failed[0]].returncode}.")
-    for variant in running:
+    for variant in ("frozen", "trained"):
         part = args.output.with_suffix(f".{variant}.json")
         logs[variant] = json.loads(part.read_text())
     return logs
@@ -169,7 +171,7 @@ def summarise(logs: dict[str, dict[str, list[dict]]], steps: int) -> dict[str, f
     Acceptance lengths of the evaluations before and after the jump.
 
     The first rollout after the jump is where the drafter has its first features of the new policy from; the evaluation
-    right after it shows the fall, the three that follow the recovery.
+    right after it shows the fall, the three that follow the recovery; `recovered_share` is the best of these three.
     """
     lengths = {
         name: {row["step"]: row["eval_tlt/acceptance_length"] for row in log["evaluations"]}

