@@ -134,9 +134,9 @@ def run_variant(args: argparse.Namespace) -> None:
 def run_variants(policy: str, drafter: str, args: argparse.Namespace) -> dict[str, dict[str, list[dict]]]:
     cores = sorted(os.sched_getaffinity(0))
     at_once = DEFAULTS["use_cpu"] and len(cores) > 1
-    logs, running = {}, {}
-    for variant, core in zip(("frozen", "trained"), (cores[0], cores[-1]), strict=True):
-        part = args.output.with_suffix(f".{variant}.json")
+    parts = {variant: args.output.with_suffix(f".{variant}.json") for variant in ("frozen", "trained")}
+    running = {}
+    for (variant, part), core in zip(parts.items(), (cores[0], cores[-1]), strict=True):
         command = [sys.executable, __file__, *sys.argv[1:], "--variant", variant, "--output", str(part)]
         command += ["--policy", policy, "--drafter", drafter]
         environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "MASTER_PORT": str(free_port())}
@@ -154,10 +154,7 @@ def run_variants(policy: str, drafter: str, args: argparse.Namespace) -> dict[st
             for process in running.values():
                 process.terminate()
             raise RuntimeError(f"The {failed[0]} run ended with exit status {running[failed[0]].returncode}.")
-    for variant in ("frozen", "trained"):
-        part = args.output.with_suffix(f".{variant}.json")
-        logs[variant] = json.loads(part.read_text())
-    return logs
+    return {variant: json.loads(part.read_text()) for variant, part in parts.items()}
 
 
 def check_same_policy(logs: dict[str, dict[str, list[dict]]]) -> None:
