@@ -8,7 +8,6 @@ moves on: 10 ms per optimiser step of the drafter, 5 ms per engine step. Everyth
 """
 
 import hashlib
-import itertools
 import json
 import sys
 import time
@@ -50,9 +49,8 @@ def fixed_idle_time(num_steps: int) -> None:
     train = spot_training.train_until_all_finished
 
     def train_for_fixed_steps(trainer, wait, *args, **kwargs):
-        calls = itertools.count()
-        train_for = trainer.train_for
-        trainer.train_for = lambda *_, **__: train_for(float("inf"), stop=lambda: next(calls) >= num_steps)
+        train_for, last_step = trainer.train_for, trainer.steps + num_steps
+        trainer.train_for = lambda *_, **__: train_for(float("inf"), stop=lambda: trainer.steps >= last_step)
         wait.all_finished = lambda: False
         try:
             return train(trainer, wait, *args, **kwargs)

@@ -134,12 +134,56 @@ class TestFaults:
         assert trainer.dropped_batches > 0
 
 
+class StopAt:
+    """True from the n-th time that it is asked."""
+
+    def __init__(self, number):
+        self.number, self.asked = number, 0
+
+    def __call__(self):
+        self.asked += 1
+        return self.asked >= self.number
+
+
+class TestInterruptedStep:
+    UNROLL_STEPS = 3
+
+    @pytest.mark.parametrize("asked", range(1, 2 * UNROLL_STEPS + 1))
+    def test_leaves_everything_as_it_was(self, make_trainer, asked):
+        trainer = make_trainer(unroll_steps=self.UNROLL_STEPS)
+        trainer.step()
+        before, optimizer = weights(trainer.drafter), copy.deepcopy(trainer.optimizer.state_dict())
+        stop = StopAt(asked)
+        assert trainer.step(stop=stop) == {"interrupted": 1.0}
+        assert stop.asked == asked  # at once, half of them in the backward pass
+        assert is_equal(weights(trainer.drafter), before)
+        assert str(trainer.optimizer.state_dict()) == str(optimizer)
+        assert all(parameter.grad is None for parameter in trainer.drafter.parameters())
+        assert trainer.steps == 1
+        assert "loss" in trainer.step()
+
+    def test_is_not_asked_once_the_last_draft_step_is_through(self, make_trainer):
+        asked, plain = make_trainer(unroll_steps=self.UNROLL_STEPS), make_trainer(unroll_steps=self.UNROLL_STEPS)
+        stop = StopAt(2 * self.UNROLL_STEPS + 1)
+        assert asked.step(stop=stop) == plain.step()
+        assert stop.asked == 2 * self.UNROLL_STEPS
+        assert is_equal(weights(asked.drafter), weights(plain.drafter))
+
+    def test_is_neither_counted_nor_timed_as_training(self, make_trainer):
+        trainer = make_trainer(unroll_steps=self.UNROLL_STEPS)
+        per_step = 1 + 2 * self.UNROLL_STEPS
+        report = trainer.train_for(60.0, stop=StopAt(2 * per_step + 3))
+        assert (report["steps"], report["interrupted"]) == (2, 1.0) and trainer.steps == 2
+        assert 0 < report["step_seconds"] < report["seconds"]
+        assert trainer.train_for(60.0, stop=StopAt(per_step + 1))["interrupted"] == 0.0
+
+
 class TestTrainFor:
     def test_stays_within_the_budget(self, make_trainer, monkeypatch):
         trainer = make_trainer()
         step = trainer.step
 
-        def slow_step(max_tokens):
+        def slow_step(*args):
             time.sleep(0.05)
             return step()
 

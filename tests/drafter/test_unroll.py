@@ -56,7 +56,7 @@ def test_equals_drafting_token_by_token(make_drafter, make_sample, embed_tokens)
     sample = make_sample(12, prompt_length=4, seed=3)
     batch = pack([make_sample(7, seed=1), sample, make_sample(5, seed=2)])
     with torch.no_grad():
-        outputs = unroll(drafter, batch, embed_tokens, NUM_STEPS)
+        outputs = list(unroll(drafter, batch, embed_tokens, NUM_STEPS))
         for row in range(2, 12 - 2 - NUM_STEPS + 1):
             expected = token_by_token(drafter, sample, row, embed_tokens, NUM_STEPS)
             for step in range(NUM_STEPS):
@@ -67,9 +67,9 @@ def test_equals_drafting_token_by_token(make_drafter, make_sample, embed_tokens)
 def test_documents_do_not_see_each_other(make_drafter, make_sample, embed_tokens):
     drafter = make_drafter()
     sample = make_sample(9, prompt_length=3, seed=1)
-    alone = unroll(drafter, pack([sample]), embed_tokens, NUM_STEPS)
+    alone = list(unroll(drafter, pack([sample]), embed_tokens, NUM_STEPS))
     packed = pack([make_sample(11, seed=2), sample, make_sample(6, seed=3)])
-    together = unroll(drafter, packed, embed_tokens, NUM_STEPS)
+    together = list(unroll(drafter, packed, embed_tokens, NUM_STEPS))
     for step in range(NUM_STEPS):
         mine = packed.document_ids[packed.rows(step)] == 1
         torch.testing.assert_close(together[step][mine], alone[step])
@@ -79,17 +79,17 @@ def test_pairs_the_state_at_t_with_the_token_at_t_plus_1(make_drafter, make_samp
     """TLT's public online code pairs it with the token at t."""
     drafter = make_drafter()
     batch = pack([make_sample(10, prompt_length=2)])
-    before = unroll(drafter, batch, embed_tokens, 2)
+    before = list(unroll(drafter, batch, embed_tokens, 2))
 
     batch.input_ids[5] = (batch.input_ids[5] + 1) % 128
-    after = unroll(drafter, batch, embed_tokens, 2)
+    after = list(unroll(drafter, batch, embed_tokens, 2))
     changed = [(a != b).any(dim=-1).tolist() for a, b in zip(after, before, strict=True)]
     assert changed[0] == [row >= 4 for row in range(8)]
     assert changed[1] == [row >= 3 for row in range(7)]
     batch.input_ids[5] = (batch.input_ids[5] - 1) % 128
 
     batch.aux_hidden_states[5] += 1.0
-    after = unroll(drafter, batch, embed_tokens, 2)
+    after = list(unroll(drafter, batch, embed_tokens, 2))
     changed = [(a != b).any(dim=-1).tolist() for a, b in zip(after, before, strict=True)]
     assert changed[0] == [row >= 5 for row in range(8)]
     assert changed[1] == [row >= 5 for row in range(7)]
@@ -118,5 +118,5 @@ def test_attention_equals_its_reference(batch, step, use_flash, monkeypatch):
 
 def test_documents_may_run_out_of_rows(make_drafter, make_sample, embed_tokens):
     batch = pack([make_sample(3, prompt_length=2), make_sample(4, prompt_length=2)])
-    outputs = unroll(make_drafter(), batch, embed_tokens, NUM_STEPS)
+    outputs = list(unroll(make_drafter(), batch, embed_tokens, NUM_STEPS))
     assert [len(output) for output in outputs] == [3, 1, 0, 0]

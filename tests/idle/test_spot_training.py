@@ -119,10 +119,10 @@ class TestFaultsOfTheRealTrainer:
         assert trainer.steps > 0
         step = trainer.step
 
-        def third_step_fails(max_tokens):
+        def third_step_fails(*args):
             if trainer.steps == counters[0] + 2:
                 raise torch.OutOfMemoryError("out of memory")
-            return step(max_tokens)
+            return step(*args)
 
         monkeypatch.setattr(trainer, "step", third_step_fails)
         report = train_safely(trainer, target, seconds_budget=5.0)

@@ -32,6 +32,10 @@ MIN_TOKENS_PER_STEP = 64
 MAX_DROPPED_IN_A_ROW = 3
 
 
+class _StepInterrupted(Exception):
+    """Leaves an optimiser step that is no longer wanted, from wherever in it the question was asked."""
+
+
 def _never() -> bool:
     return False
 
@@ -174,17 +178,21 @@ class DrafterTrainer:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def step(self, max_tokens: int | None = None) -> dict[str, float] | None:
+    def step(self, max_tokens: int | None = None, stop: Callable[[], bool] = _never) -> dict[str, float] | None:
         """
         One optimiser step on one packed batch.
 
         Args:
             max_tokens (`int`, *optional*):
                 Tokens of this batch, when fewer than `max_tokens_per_step` are wanted.
+            stop (`Callable[[], bool]`, *optional*):
+                Asked after every draft step of the forward and of the backward pass; when it is true the step is
+                abandoned. After the last of them it is not asked any more: what is left is short against what is done.
 
         Returns:
             `dict[str, float]` or `None`: metrics of the batch; only `dropped_batches` when it was dropped because its
-            loss or gradient was not finite (the weights are then as before); `None` when there is nothing to train on.
+            loss or gradient was not finite, only `interrupted` when it was abandoned (the weights are then as before);
+            `None` when there is nothing to train on.
         """
         self._check_target()
         if not self._good_state:
@@ -196,9 +204,13 @@ class DrafterTrainer:
         batch = pack([crop(sample, max_tokens, self.generator) for sample in samples])
         if len(batch.rows(0)) == 0:
             return None
-        loss, metrics = self._loss(batch.to(self.device))
         self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        try:
+            loss, metrics = self._loss(batch.to(self.device), stop)
+            loss.backward()
+        except _StepInterrupted:
+            self.optimizer.zero_grad(set_to_none=True)
+            return {"interrupted": 1.0}
         grad_norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.max_grad_norm)
         if not torch.isfinite(loss + grad_norm):
             return self._drop_batch()
@@ -216,24 +228,25 @@ class DrafterTrainer:
         Train until the time is up, `stop()` is true, there is nothing to train on, or batch after batch is dropped.
 
         A step is begun only when the running estimate of its time still fits, so the budget is exceeded by at most one
-        step. The first step of all has no estimate and is begun when there is any budget.
+        step. The first step of all has no estimate and is begun when there is any budget. The step that `stop()` comes
+        in is abandoned: the time that it has taken is free, what it would take is somebody else's.
 
         Args:
             seconds_budget (`float`):
                 Time to spend.
             stop (`Callable[[], bool]`, *optional*):
-                Asked before every step.
+                Asked before every step and several times in it.
             max_step_s (`float`, *optional*, defaults to no limit):
-                Longest step wanted, and with it the delay after `stop()`; batches are made smaller to keep to it.
+                Longest step wanted, and with it what abandoning one wastes; batches are made smaller to keep to it.
 
         Returns:
             `dict[str, float]`: of this call `steps`, `tokens`, `dropped_batches`, `seconds` and, within them, the
-            seconds inside optimiser steps (`step_seconds`); `starved`, 1.0 when there was a budget and nothing to
-            train on; and the mean of the steps' other metrics.
+            seconds inside optimiser steps that were not abandoned (`step_seconds`); `interrupted`, 1.0 when one was;
+            `starved`, 1.0 when there was a budget and nothing to train on; and the mean of the steps' other metrics.
         """
         start = time.perf_counter()
         sums: dict[str, float] = defaultdict(float)
-        steps = tokens = step_seconds = dropped = starved = 0.0
+        steps = tokens = step_seconds = dropped = starved = interrupted = 0.0
         dropped_in_a_row = 0
         is_state_kept = False
         while not stop():
@@ -245,9 +258,12 @@ class DrafterTrainer:
                 self.keep_good_state()
                 is_state_kept = True
                 began = time.perf_counter()
-            metrics = self.step(self._tokens_for(max_step_s))
+            metrics = self.step(self._tokens_for(max_step_s), stop)
             if metrics is None:
                 starved = float(seconds_budget > 0 and not (steps or dropped))
+                break
+            if "interrupted" in metrics:
+                interrupted = 1.0
                 break
             seconds = time.perf_counter() - began
             step_seconds += seconds
@@ -270,6 +286,7 @@ class DrafterTrainer:
             "tokens": tokens,
             "dropped_batches": dropped,
             "starved": starved,
+            "interrupted": interrupted,
             "seconds": time.perf_counter() - start,
             "step_seconds": step_seconds,
         }
@@ -312,15 +329,24 @@ class DrafterTrainer:
         self._step_seconds = state["step_seconds"]
         self._token_seconds = state["token_seconds"]
 
-    def _loss(self, batch: PackedBatch) -> tuple[Tensor, dict[str, float]]:
-        """Loss of one packed batch and its metrics."""
+    def _loss(self, batch: PackedBatch, stop: Callable[[], bool]) -> tuple[Tensor, dict[str, float]]:
+        """Loss of one packed batch and its metrics; [`_StepInterrupted`] here or in its backward pass by `stop`."""
+
+        def check(_: Tensor) -> None:
+            if stop():
+                raise _StepInterrupted
+
         rows = [batch.rows(step) for step in range(self.unroll_steps)]
         counts = [len(step_rows) for step_rows in rows]
         decays = [self.loss_decay**step if count else 0.0 for step, count in enumerate(counts)]
         with self._autocast():
-            hidden = torch.cat(unroll(self.drafter, batch, self._embed_tokens, self.unroll_steps))
+            states = []
+            for hidden in unroll(self.drafter, batch, self._embed_tokens, self.unroll_steps):
+                check(hidden)
+                hidden.register_hook(check)  # called when the backward pass comes to this draft step
+                states.append(hidden)
             loss, row_losses, accepted = soft_cross_entropy(
-                self.drafter.norm(hidden),
+                self.drafter.norm(torch.cat(states)),
                 self.drafter.lm_head.weight,
                 Teacher(batch.last_hidden_state, self._draft_head, self.temperature),
                 # Row t of step j predicts token t + 2 + j, whose distribution is the policy's after token t + 1 + j.

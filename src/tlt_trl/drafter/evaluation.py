@@ -83,9 +83,8 @@ def _evaluate_batch(
 ) -> list[Tensor]:
     """Per step (rows, 3): loss, greedy and sampled acceptance; last, rows that have all steps: (R, steps, 3)."""
     rows = [batch.rows(step) for step in range(num_steps)]
-    outputs = unroll(drafter, batch, embed_tokens, num_steps)
     results = []
-    for step, hidden in enumerate(outputs):
+    for step, hidden in enumerate(unroll(drafter, batch, embed_tokens, num_steps)):
         states, positions = drafter.norm(hidden), rows[step] + 1 + step
         chunks = zip(states.split(CHUNK_ROWS), positions.split(CHUNK_ROWS), strict=True)
         scored = [

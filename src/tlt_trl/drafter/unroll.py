@@ -1,5 +1,7 @@
 """Run the drafter over a packed batch for several draft steps, each on the output of the one before."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -8,7 +10,7 @@ from .modeling_drafter import Drafter
 from .packing import PackedBatch
 
 
-def unroll(drafter: Drafter, batch: PackedBatch, embed_tokens: Tensor, num_steps: int) -> list[Tensor]:
+def unroll(drafter: Drafter, batch: PackedBatch, embed_tokens: Tensor, num_steps: int) -> Iterator[Tensor]:
     """
     Training-time test (EAGLE-3, arXiv 2503.01840): draft step j is fed the drafter's own states of step j - 1, as in
     the engine, and the embedding of the token that the policy really produced.
@@ -25,9 +27,9 @@ def unroll(drafter: Drafter, batch: PackedBatch, embed_tokens: Tensor, num_steps
         num_steps (`int`):
             Number of draft steps.
 
-    Returns:
-        `list[torch.Tensor]`: for every step the hidden states before the final norm at `batch.rows(step)`, of shape
-        (rows of that step, H).
+    Yields:
+        `torch.Tensor` of shape (rows of the step, H): for every step the hidden states before the final norm at
+        `batch.rows(step)`.
     """
     layer, attention = drafter.midlayer, drafter.midlayer.self_attn
     hidden = drafter.fc(batch.aux_hidden_states.to(embed_tokens.dtype))  # shape: [N, H]
@@ -39,7 +41,6 @@ def unroll(drafter: Drafter, batch: PackedBatch, embed_tokens: Tensor, num_steps
     inputs, hidden = inputs[rows], hidden[rows]
     query = attention.query(inputs, (rotary[0][rows], rotary[1][rows]))
     own_keys = own_values = key.new_empty(0, *query.shape)
-    outputs: list[Tensor] = []
     for step in range(num_steps):
         if step > 0:
             previous, rows = rows, batch.rows(step)
@@ -55,8 +56,7 @@ def unroll(drafter: Drafter, batch: PackedBatch, embed_tokens: Tensor, num_steps
             query, key, value, own_keys, own_values, step_blocks(batch, step), attention.scale
         )
         hidden = layer.finish(attended, hidden)
-        outputs.append(hidden)
-    return outputs
+        yield hidden
 
 
 def _per_query_head(states: Tensor, drafter: Drafter) -> Tensor:

@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from torch import Tensor
@@ -14,8 +14,8 @@ from .straggler_wait import StragglerWait
 
 logger = logging.getLogger(__name__)
 
-# Longest optimiser step wanted. Whoever is waited for must not wait for longer than 100 ms himself; the estimate
-# behind a step's length is off by some ten percent.
+# Longest optimiser step wanted. The last one of a wait is abandoned, half of it on average, and whoever is waited for
+# must not wait for longer than 100 ms himself even where no part of a step can be cut short.
 MAX_STEP_S = 0.08
 
 # Embedding and head of the policy.
@@ -52,7 +52,7 @@ def train_safely(
 
 def empty_report() -> dict[str, float]:
     """What [`train_safely`] reports when nothing was trained."""
-    names = ("steps", "tokens", "dropped_batches", "failures", "starved", "seconds", "step_seconds")
+    names = ("steps", "tokens", "dropped_batches", "failures", "starved", "interrupted", "seconds", "step_seconds")
     return dict.fromkeys(names, 0.0)
 
 
@@ -65,8 +65,8 @@ def train_until_all_finished(
     """
     Trains the drafter one optimiser step at a time until the last rank has finished its rollout.
 
-    It holds no collective, so a rank that trains delays nobody by more than the step it is in. A buffer with nothing
-    to learn from leaves a plain wait.
+    It holds no collective, and the step that the end comes in is abandoned, so a rank that trains delays nobody by
+    more than a part of a step. A buffer with nothing to learn from leaves a plain wait.
 
     Args:
         trainer ([`DrafterTrainer`]):
@@ -80,8 +80,8 @@ def train_until_all_finished(
 
     Returns:
         `dict[str, float]`: What [`train_safely`] reports, and `idle_s` (time until the last rank was done),
-        `idle_used_s` (part of it inside optimiser steps) and `stop_latency_s` (time by which training outlived the
-        wait, memory given back).
+        `idle_used_s` (part of it inside optimiser steps that were not abandoned) and `stop_latency_s` (time by which
+        training outlived the wait, memory given back).
 
     Raises:
         [`StragglerError`]: If a rank did not finish within the deadline.
@@ -95,9 +95,14 @@ def train_until_all_finished(
     wait.join()
     report["idle_s"] = max(0.0, wait.finished_at_s - started)
     report["stop_latency_s"] = max(0.0, trained - max(started, wait.finished_at_s))
-    # The last step began inside the wait and ended after it.
-    report["idle_used_s"] = min(max(0.0, report["step_seconds"] - report["stop_latency_s"]), report["idle_s"])
-    return report
+    return report | {"idle_used_s": _used_seconds(report)}
+
+
+def _used_seconds(report: Mapping[str, float]) -> float:
+    """Seconds of a wait inside optimiser steps that came to something."""
+    # A last step that was not abandoned began inside the wait and may have ended after it.
+    overrun_s = 0.0 if report["interrupted"] else report["stop_latency_s"]
+    return min(max(0.0, report["step_seconds"] - overrun_s), report["idle_s"])
 
 
 class BackgroundTraining:
@@ -164,5 +169,5 @@ class BackgroundTraining:
         # No report: the thread has died, with a traceback. Raising here would hide an error of what ran beside it.
         result = self._result or empty_report() | {"failures": 1.0}
         idle_s, latency_s = stopped - self._started_s, time.perf_counter() - stopped
-        used_s = min(max(0.0, result["step_seconds"] - latency_s), idle_s)
-        self._report(result | {"idle_s": idle_s, "idle_used_s": used_s, "stop_latency_s": latency_s})
+        result = result | {"idle_s": idle_s, "stop_latency_s": latency_s}
+        self._report(result | {"idle_used_s": _used_seconds(result)})
