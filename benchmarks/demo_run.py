@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+from datasets import Dataset
 from transformers import AutoTokenizer, TrainerCallback
 
 
@@ -26,13 +27,18 @@ def make_policy_and_drafter(
 
 
 def make_trainer(
-    policy: str, config: TLTGRPOConfig, callbacks: list[TrainerCallback], num_eval_tasks: int
+    policy: str,
+    config: TLTGRPOConfig,
+    callbacks: list[TrainerCallback],
+    num_eval_tasks: int,
+    tasks: Dataset | None = None,
 ) -> TLTGRPOTrainer:
+    """The demo's trainer, on other tasks where some are given."""
     return TLTGRPOTrainer(
         policy,
         step_reward,
         config,
-        make_dataset(split="train", seed=config.seed),
+        make_dataset(split="train", seed=config.seed) if tasks is None else tasks,
         make_dataset(split="eval", num_examples=num_eval_tasks, seed=config.seed),
         processing_class=AutoTokenizer.from_pretrained(policy),
         callbacks=callbacks,
