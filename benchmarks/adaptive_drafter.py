@@ -203,7 +203,7 @@ def main() -> None:
     parser.add_argument("--learning_rate", type=float, default=5e-5)
     parser.add_argument("--num_draft_tokens", type=int, default=5)
     parser.add_argument("--warmup_tokens", type=int, default=8000, help="of answers to warm the drafter up with")
-    parser.add_argument("--jump_tokens", type=int, default=ColdStartConfig.max_tokens, help="tokens of the supervised training")
+    parser.add_argument("--jump_tokens", type=int, default=ColdStartConfig.max_tokens, help="tokens of the jump")
     parser.add_argument(
         "--drafter_time_budget", type=float, default=0.25, help="share of a step, as waiting would give"
     )
