@@ -204,9 +204,11 @@ def test_steps_report_what_they_did(setup):
     )
     assert steps[1].draft_tokens == 6 and steps[1].drafts == 3
     for step in steps:
-        assert step.emitted_tokens == step.batch_size + sum(step.accepted_by_position)
+        assert step.batch_size <= step.emitted_tokens <= step.batch_size + sum(step.accepted_by_position)
         assert step.seconds > 0
-    assert sum(step.emitted_tokens for step in steps) >= 27
+    assert steps[1].emitted_tokens == steps[1].batch_size + sum(steps[1].accepted_by_position)
+    # Not what was accepted behind the ninth token.
+    assert sum(step.emitted_tokens for step in steps) == 27
 
 
 def looking_up(setup, phases):

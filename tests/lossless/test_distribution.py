@@ -5,6 +5,7 @@ float32 on both sides, so that whatever differs is a fault of the sampling and n
 """
 
 import itertools
+import random
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from lossless_tools import (
     sequence_p_value,
     sequence_probabilities,
 )
+
+from tlt_trl.drafter.ngram import NgramDrafter
 
 
 pytest.importorskip("vllm")
@@ -93,6 +96,41 @@ def test_the_draft_sampling_may_change_in_every_step(under_test):
 
     rollout = under_test.rollout(prompts, choose, max_tokens=LENGTH, temperature=1.0)
     assert rollout.first_acceptance > 0.3
+    assert rollout_p_value(under_test.policy, prompts, rollout.token_ids, temperature=1.0) > SIGNIFICANCE
+
+
+class FilledUpLookup(NgramDrafter):
+    """Whatever was found, and arbitrary tokens behind it: verification must be exact for any draft."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.found = 0
+        self.rng = random.Random(0)
+
+    def propose(self, request_id, prompt, output, num_tokens):
+        tokens = super().propose(request_id, prompt, output, num_tokens)
+        self.found += len(tokens)
+        return tokens + [self.rng.randrange(VOCAB_SIZE) for _ in range(num_tokens - len(tokens))]
+
+
+@pytest.mark.parametrize(
+    "plan", [[(0, 4)], [(5, 0), (0, 4)], [(2, 0), (0, 4)], [(3, 0), (0, 2), (0, 0), (0, 4)]], ids=str
+)
+@pytest.mark.parametrize("drafts", DRAFTS)
+def test_looked_up_tokens_between_the_drafters(under_test, drafts, plan):
+    """Each turn is `(draft tokens of the drafter, tokens to look up)`."""
+    prompts, turns, engine = spread_prompts(), itertools.cycle(plan), under_test.engine
+    engine.ngram = lookup = FilledUpLookup(orders=(2, 1))
+
+    def choose(batch_size):
+        num_draft_tokens, engine.num_lookup_tokens = next(turns)
+        return num_draft_tokens
+
+    try:
+        rollout = under_test.rollout(prompts, choose, DRAFTS[drafts], max_tokens=LENGTH, temperature=1.0)
+    finally:
+        engine.num_lookup_tokens, engine.ngram = 0, None
+    assert lookup.found > 2000
     assert rollout_p_value(under_test.policy, prompts, rollout.token_ids, temperature=1.0) > SIGNIFICANCE
 
 

@@ -67,7 +67,8 @@ class EngineStep:
         accepted_by_position (`tuple[int, ...]`):
             Number of requests whose draft token at that position was accepted, one entry per position.
         emitted_tokens (`int`):
-            Tokens sampled: accepted draft tokens plus one for each request that sampled.
+            Completion tokens: accepted draft tokens plus one for each request that sampled, without what lies behind
+            the end of an answer.
         context_tokens (`int`):
             Tokens in the KV cache of the requests of this step before it ran.
         has_prefill (`bool`):
@@ -227,6 +228,9 @@ class DeferredDrafter:
         self.num_tokens += len(input_ids)
         if self.num_tokens >= self.max_tokens:
             self.catch_up()
+        # The engine takes them from here after every call. Left in place, those of an earlier draft would be what
+        # looked-up tokens are verified against, and text would no longer follow the policy.
+        self._proposer._last_draft_probs = None
         batch_size = common_attn_metadata.num_reqs
         return torch.empty(batch_size, 0, dtype=torch.int64, device=target_token_ids.device)
 
@@ -314,6 +318,7 @@ class RolloutEngine:
             self._require("dynamic_sd_lookup", self._scheduler)
             self.schedule = DraftLengthSchedule(self.speculative_config.num_speculative_tokens)
             self._scheduler.dynamic_sd_lookup = self.schedule
+            self._require("_last_draft_probs", self._proposer)
             self._deferred = DeferredDrafter(self._proposer) if self._has_one_layer_drafter() else None
             self._proposer._greedy_sample = self._greedy_draft_tokens
             if self.can_look_up:
@@ -405,8 +410,14 @@ class RolloutEngine:
         update_from_output = self._require("update_from_output", self._scheduler)
 
         def observed(scheduler_output, model_runner_output):
-            self._step_facts = self._read_step(scheduler_output, model_runner_output)
-            return update_from_output(scheduler_output, model_runner_output)
+            facts = self._read_step(scheduler_output, model_runner_output)
+            outputs = update_from_output(scheduler_output, model_runner_output)
+            # Not what was sampled: that goes on behind the end of an answer, by as much as was accepted there.
+            facts["emitted_tokens"] = sum(
+                len(output.new_token_ids) for of_client in outputs.values() for output in of_client.outputs
+            )
+            self._step_facts = facts
+            return outputs
 
         self._scheduler.update_from_output = observed
 
@@ -430,7 +441,6 @@ class RolloutEngine:
             "draft_tokens": sum(len(tokens) for tokens in drafts.values()),
             "drafted_by_position": tuple(drafted),
             "accepted_by_position": tuple(accepted),
-            "emitted_tokens": sum(len(tokens) for tokens in sampled),
             "context_tokens": sum(scheduler_output.scheduled_cached_reqs.num_computed_tokens),
             "has_prefill": any(
                 num_tokens != 1 + len(drafts.get(request_id, ())) for request_id, num_tokens in scheduled.items()
