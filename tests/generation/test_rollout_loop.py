@@ -168,6 +168,10 @@ def test_lookup_asks_the_drafter_for_nothing_and_learns_from_what_was_found():
         ("ngram x3", 2, 5, 0.01, 200, (2, 1, 0)),
         ("ngram x3", 2, 2, 0.01, 200, (0, 0, 0)),
     ]
+    # The tokens of a step are those that the one before it asked for.
+    stats = loop.pop_stats()
+    assert (stats.lookups, stats.lookup_tokens, stats.accepted_lookup_tokens) == (3, 6, 4)
+    assert stats.drafts == stats.draft_tokens == 0 and stats.speculative_steps == 2
 
 
 def test_finished_answers_reach_the_lookup():

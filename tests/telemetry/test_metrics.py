@@ -24,7 +24,7 @@ STATS = RolloutStats(
 
 
 def test_one_rank():
-    metrics = rollout_metrics(rollout_sums(STATS, num_positions=3), num_ranks=1)
+    metrics = rollout_metrics(rollout_sums(STATS, num_positions=3), num_engines=1)
     assert metrics["tlt/acceptance_length"] == pytest.approx(1.75)
     assert metrics["tlt/rollout/tokens_per_s"] == 30.0
     assert metrics["tlt/speculation_share"] == 0.8
@@ -32,22 +32,32 @@ def test_one_rank():
 
 
 def test_positions_are_divided_by_what_was_drafted_there():
-    metrics = rollout_metrics(rollout_sums(STATS, num_positions=3), num_ranks=1)
+    metrics = rollout_metrics(rollout_sums(STATS, num_positions=3), num_engines=1)
     # A collapse shows as 0.0; a position that was never drafted does not show at all.
     assert (metrics["tlt/acceptance/position_0"], metrics["tlt/acceptance/position_1"]) == (0.75, 0.0)
     assert "tlt/acceptance/position_2" not in metrics
 
 
+def test_looked_up_tokens_are_told_apart():
+    stats = RolloutStats(drafts=2, drafted_by_position=[2], accepted_by_position=[0], draft_tokens=2)
+    stats.lookups, stats.lookup_tokens, stats.accepted_lookup_tokens = 4, 12, 10
+    metrics = rollout_metrics(rollout_sums(stats, num_positions=1), num_engines=1)
+    assert metrics["tlt/acceptance_length"] == 1.0  # a drafter of which nothing is accepted
+    assert metrics["tlt/lookup/acceptance_length"] == 3.5
+    assert (metrics["tlt/lookup/proposed"], metrics["tlt/lookup/accepted"]) == (12.0, 10.0)
+    assert "tlt/lookup/proposed" not in rollout_metrics(rollout_sums(STATS, num_positions=3), num_engines=1)
+
+
 def test_ranks_add_up_before_they_divide():
     sums = [2 * value for value in rollout_sums(STATS, num_positions=3)]
-    metrics = rollout_metrics(sums, num_ranks=2)
+    metrics = rollout_metrics(sums, num_engines=2)
     assert metrics["tlt/acceptance_length"] == pytest.approx(1.75)
     assert metrics["tlt/rollout/seconds"] == 2.0
     assert metrics["tlt/rollout/tokens_per_s"] == 60.0  # two ranks at once
 
 
 def test_a_rollout_without_speculation():
-    metrics = rollout_metrics(rollout_sums(RolloutStats(), num_positions=2), num_ranks=1)
+    metrics = rollout_metrics(rollout_sums(RolloutStats(), num_positions=2), num_engines=1)
     assert metrics["tlt/acceptance_length"] == 1.0
     assert metrics["tlt/speculation_share"] == metrics["tlt/rollout/tokens_per_s"] == 0.0
 

@@ -36,6 +36,15 @@ class RolloutStats:
             Draft tokens verified, by position.
         accepted_by_position (`list[int]`):
             Accepted draft tokens, by position.
+        lookups (`int`):
+            Requests that had looked-up tokens verified, summed over steps.
+        lookup_tokens (`int`):
+            Looked-up tokens verified.
+        accepted_lookup_tokens (`int`):
+            Looked-up tokens that were accepted.
+
+    What the drafter drafted and what was looked up in text are counted apart: good lookups would hide a drafter of
+    which nothing is accepted.
     """
 
     steps: int = 0
@@ -46,14 +55,23 @@ class RolloutStats:
     draft_tokens: int = 0
     drafted_by_position: list[int] = field(default_factory=list)
     accepted_by_position: list[int] = field(default_factory=list)
+    lookups: int = 0
+    lookup_tokens: int = 0
+    accepted_lookup_tokens: int = 0
 
-    def add_step(self, step: EngineStep) -> None:
+    def add_step(self, step: EngineStep, looked_up: bool = False) -> None:
+        """Adds a step; `looked_up` says where the tokens came from that it verified."""
         self.steps += 1
         self.seconds += step.seconds
         self.emitted_tokens += step.emitted_tokens
         if not step.draft_tokens:
             return
         self.speculative_steps += 1
+        if looked_up:
+            self.lookups += step.drafts
+            self.lookup_tokens += step.draft_tokens
+            self.accepted_lookup_tokens += sum(step.accepted_by_position)
+            return
         self.draft_tokens += step.draft_tokens
         self.drafts += step.drafts
         for mine, of_step in (
@@ -70,12 +88,12 @@ class RolloutStats:
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens emitted per verification of one request: accepted draft tokens plus one; 1.0 without drafts."""
+        """Tokens emitted per verification of the drafter's tokens for one request; 1.0 without drafts."""
         return 1.0 + self.accepted_tokens / self.drafts if self.drafts else 1.0
 
     @property
     def acceptance_by_position(self) -> list[float]:
-        """Share of the draft tokens at each position that was accepted; the positions are those that were drafted."""
+        """Share of the drafter's tokens at each position that was accepted, for the positions that were drafted."""
         pairs = zip(self.accepted_by_position, self.drafted_by_position, strict=True)
         return [accepted / drafted for accepted, drafted in pairs]
 
@@ -156,8 +174,8 @@ class RolloutLoop:
                 self.ngram.remember(output.prompt_token_ids, list(completion.token_ids))
 
     def _observe(self, step: EngineStep) -> None:
-        self.stats.add_step(step)
         strategy, last = self._scheduled.popleft(), self._last
+        self.stats.add_step(step, looked_up=last is not None and last.method == "ngram")
         self._last = strategy
         self._context_tokens = step.context_tokens
         # The tokens of a step come from the drafts of the one before: where the two strategies differ, its seconds and

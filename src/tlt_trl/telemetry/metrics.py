@@ -4,7 +4,17 @@ from collections.abc import Mapping, Sequence
 
 
 # Fixed part of the vector that ranks add up; drafted and accepted tokens by position follow it.
-SUMMED = ("steps", "speculative_steps", "seconds", "emitted_tokens", "drafts", "draft_tokens")
+SUMMED = (
+    "steps",
+    "speculative_steps",
+    "seconds",
+    "emitted_tokens",
+    "drafts",
+    "draft_tokens",
+    "lookups",
+    "lookup_tokens",
+    "accepted_lookup_tokens",
+)
 
 
 def rollout_sums(stats, num_positions: int) -> list[float]:
@@ -26,19 +36,20 @@ def rollout_sums(stats, num_positions: int) -> list[float]:
     return sums
 
 
-def rollout_metrics(sums: Sequence[float], num_ranks: int) -> dict[str, float]:
+def rollout_metrics(sums: Sequence[float], num_engines: int) -> dict[str, float]:
     """
     Metrics of the rollouts of all ranks.
 
     Args:
         sums (`Sequence[float]`):
-            Sum over ranks of [`rollout_sums`].
-        num_ranks (`int`):
-            Number of ranks that were summed; rates are per rank-second, times the ranks that run at once.
+            Sum over engines of [`rollout_sums`].
+        num_engines (`int`):
+            Number of engines that were summed; rates are per engine-second, times the engines that run at once.
 
     Returns:
-        `dict[str, float]`: Values by metric name. Acceptance by position is the share of the draft tokens at that
-        position that was accepted, 0.0 when none was; positions that were never drafted are left out.
+        `dict[str, float]`: Values by metric name. Acceptance is that of the drafter's own tokens. By position it is
+        the share of them that was accepted there, 0.0 when none was; positions that were never drafted are left out,
+        and so is `tlt/lookup/` where nothing was looked up.
     """
     total = dict(zip(SUMMED, sums, strict=False))
     by_position = sums[len(SUMMED) :]
@@ -49,12 +60,16 @@ def rollout_metrics(sums: Sequence[float], num_ranks: int) -> dict[str, float]:
         "tlt/draft_tokens/proposed": total["draft_tokens"],
         "tlt/draft_tokens/accepted": float(sum(accepted)),
         "tlt/rollout/tokens": total["emitted_tokens"],
-        "tlt/rollout/seconds": total["seconds"] / num_ranks,
-        "tlt/rollout/tokens_per_s": total["emitted_tokens"] / total["seconds"] * num_ranks
+        "tlt/rollout/seconds": total["seconds"] / num_engines,
+        "tlt/rollout/tokens_per_s": total["emitted_tokens"] / total["seconds"] * num_engines
         if total["seconds"]
         else 0.0,
         "tlt/speculation_share": total["speculative_steps"] / total["steps"] if total["steps"] else 0.0,
     }
+    if total["lookups"]:
+        metrics["tlt/lookup/acceptance_length"] = 1.0 + total["accepted_lookup_tokens"] / total["lookups"]
+        metrics["tlt/lookup/proposed"] = total["lookup_tokens"]
+        metrics["tlt/lookup/accepted"] = total["accepted_lookup_tokens"]
     for position, (num_drafted, num_accepted) in enumerate(zip(drafted, accepted, strict=True)):
         if num_drafted:
             metrics[f"tlt/acceptance/position_{position}"] = num_accepted / num_drafted
@@ -74,6 +89,7 @@ TRAINING_SUMS = (
     "dropped_batches",
     "failures",
     "starved",
+    "interrupted",
     "feature_capture_s",
     "buffer_tokens",
 )
@@ -138,6 +154,7 @@ def training_metrics(vector: Sequence[float], num_ranks: int, unroll_steps: int)
         "tlt/drafter/dropped_batches": total["dropped_batches"],
         "tlt/drafter/failures": total["failures"],
         "tlt/drafter/starved": total["starved"],
+        "tlt/drafter/interrupted": total["interrupted"],
     }
     if total["idle_s"]:
         metrics["tlt/idle_used_fraction"] = total["idle_used_s"] / total["idle_s"]
