@@ -207,7 +207,7 @@ def main() -> None:
     parser.add_argument(
         "--drafter_time_budget", type=float, default=0.25, help="share of a step, as waiting would give"
     )
-    parser.add_argument("--feature_max_age", type=int, default=4, help="steps that features are trained on")
+    parser.add_argument("--feature_max_age", type=int, default=4, help="rollouts that features are trained on")
     parser.add_argument("--seed", type=int, default=0)
     for name in ("--variant", "--policy", "--drafter"):
         parser.add_argument(name, help=argparse.SUPPRESS)

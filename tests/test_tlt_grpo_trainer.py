@@ -14,6 +14,8 @@ from transformers import AutoConfig
 from trl import GRPOConfig, GRPOTrainer
 
 from tlt_trl import Drafter, TLTGRPOConfig, TLTGRPOTrainer, tlt_grpo_trainer
+from tlt_trl.generation.speculative_generation import SpeculativeVLLMGeneration
+from tlt_trl.telemetry.alarms import Alarms
 
 from .conftest import ROOT, environment_of_its_own, save_tiny_policy
 
@@ -110,6 +112,52 @@ def test_an_evaluation_earns_the_drafter_no_time(monkeypatch):
     trainer._last_rollout_end_s = clock.now_s - 5.0
     trainer.evaluate()
     assert clock.now_s - trainer._last_rollout_end_s == 5.0
+
+
+@pytest.mark.parametrize(
+    ("steps_per_generation", "num_iterations", "gradient_accumulation_steps", "policy_steps"),
+    [(4, 1, 4, 1), (1, 1, 4, 1), (4, 2, 4, 2), (16, 1, 2, 8), (3, 1, 2, 2)],
+)
+def test_the_age_of_features_is_counted_in_rollouts(
+    steps_per_generation, num_iterations, gradient_accumulation_steps, policy_steps
+):
+    trainer = object.__new__(TLTGRPOTrainer)
+    trainer.num_iterations = num_iterations
+    trainer.args = SimpleNamespace(
+        steps_per_generation=steps_per_generation, gradient_accumulation_steps=gradient_accumulation_steps
+    )
+    assert trainer._policy_steps_per_rollout == policy_steps
+
+
+class TestLagOfTheEnginesDrafter:
+    @pytest.fixture
+    def generation(self):
+        generation = object.__new__(SpeculativeVLLMGeneration)
+        generation.alarms = Alarms()
+        generation.drafter_version = generation.pushed_drafter_version = 0
+        generation._lag_step, generation._drafter_lag = None, 0
+        return generation
+
+    def rollout(self, generation, policy_step, synced=True, turns=1, trained=1):
+        if synced:
+            generation.pushed_drafter_version = generation.drafter_version
+        for _ in range(turns):
+            generation.note_drafter_lag(policy_step)
+            generation.drafter_version += trained
+        generation.observe_rollout(2.0, 100.0)
+        return generation.alarms.active["drafter_stale"]
+
+    def test_training_between_the_turns_of_a_tool_loop_is_no_lag(self, generation):
+        assert not any(self.rollout(generation, step, turns=3) for step in range(4))
+
+    def test_rollouts_of_one_policy_step_are_synced_once(self, generation):
+        for step in range(3):
+            assert not any(self.rollout(generation, step, synced=number == 0) for number in range(4))
+
+    def test_syncs_that_do_not_come_are_noticed(self, generation):
+        assert not self.rollout(generation, 0)
+        assert [self.rollout(generation, step, synced=False) for step in (1, 2)] == [False, True]
+        assert not self.rollout(generation, 3)
 
 
 def test_machines_that_share_no_folder_are_told_so(tmp_path):

@@ -80,7 +80,7 @@ class TLTGRPOConfig(GRPOConfig):
             Share of a drafter batch that is drawn from the longest answers of earlier steps; the rest is mixed from
             all that is there, the present step's included.
         feature_max_age (`int`, *optional*, defaults to `4`):
-            Training steps after which features are dropped.
+            Rollouts after which features are dropped; policy steps where a step has several rollouts.
         drafter_push_to_hub (`bool`, *optional*, defaults to `False`):
             Whether to push the drafter to the Hub at the end of training and, as `hub_strategy` says, at every save.
             `hub_token`, `hub_private_repo`, `hub_revision` and `hub_always_push` apply. A push that fails is reported
@@ -246,7 +246,7 @@ class TLTGRPOConfig(GRPOConfig):
     feature_max_age: int = field(
         default=4,
         metadata={
-            "help": "Training steps after which features are dropped. The states of an old policy teach the wrong "
+            "help": "Rollouts after which features are dropped. The states of an old policy teach the wrong "
             "distribution, few tokens teach nothing: lower it when the learning rate is high."
         },
     )

@@ -1,5 +1,6 @@
 import functools
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,6 +17,7 @@ from .drafter.checkpoint import load_drafter
 from .drafter.dataset_tokens import count_tokens
 from .drafter.drafter_trainer import DrafterTrainer
 from .drafter.features import FeatureBuffer, FeatureRecorder
+from .drafter.initialization import parameters_to_read
 from .drafter.modeling_drafter import Drafter
 from .drafter.vocabulary import most_frequent_token_ids
 from .drafter_saving import DrafterSaving
@@ -47,7 +49,7 @@ from .tlt_grpo_config import TLTGRPOConfig
 logger = logging.getLogger(__name__)
 
 # The drafter computes as the policy does. Not in fp16, whose gradients need a loss scaler of their own.
-AUTOCAST_DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float32}
+AUTOCAST_DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float32, "fp8": torch.bfloat16}
 
 
 class TLTGRPOTrainer(DrafterSaving, GRPOTrainer):
@@ -186,7 +188,9 @@ class TLTGRPOTrainer(DrafterSaving, GRPOTrainer):
         finally:
             grpo_trainer.VLLMGeneration = original
 
-    def _build_drafter(self, policy: PreTrainedModel) -> Drafter:
+    def _build_drafter(
+        self, policy: PreTrainedModel, gather_params: Callable[[list[torch.nn.Parameter]], AbstractContextManager]
+    ) -> Drafter:
         args = self.args
         base = policy.get_base_model() if is_peft_model(policy) else policy
         if self._given_drafter is not None:
@@ -194,11 +198,14 @@ class TLTGRPOTrainer(DrafterSaving, GRPOTrainer):
         elif args.drafter_model_name_or_path is not None:
             drafter = load_drafter(args.drafter_model_name_or_path, base.config)
         else:
-            drafter = Drafter.from_policy(
-                base,
-                draft_token_ids=self._draft_token_ids(base.config.vocab_size),
-                aux_hidden_state_layer_ids=args.drafter_aux_layer_ids,
-            )
+            draft_token_ids = self._draft_token_ids(base.config.get_text_config().vocab_size)
+            # Under ZeRO-3 the policy is in pieces already, and need not fit on one device as a whole.
+            with gather_params(parameters_to_read(base)):
+                drafter = Drafter.from_policy(
+                    base,
+                    draft_token_ids=draft_token_ids,
+                    aux_hidden_state_layer_ids=args.drafter_aux_layer_ids,
+                )
         drafter.check_fits(base.config)
         return drafter.to(self.accelerator.device, torch.float32)
 
@@ -210,6 +217,11 @@ class TLTGRPOTrainer(DrafterSaving, GRPOTrainer):
             raise ValueError(
                 f"`drafter_vocab_size` is {size}, larger than the policy's vocabulary of {vocab_size}. Leave it unset "
                 "to draft over the whole vocabulary."
+            )
+        if self._text_dataset is None:
+            raise ValueError(
+                "`drafter_vocab_size` needs a `train_dataset`, to count which tokens are frequent. Leave it unset, or "
+                "give a drafter that has its vocabulary, such as one from `tlt-trl warmup`."
             )
         counts = count_tokens(self._text_dataset, self._tokenizer, vocab_size)
         return most_frequent_token_ids(counts, size, always=self._tokenizer.all_special_ids)
@@ -240,7 +252,7 @@ class TLTGRPOTrainer(DrafterSaving, GRPOTrainer):
         self.feature_buffer = FeatureBuffer(
             max_tokens=args.feature_buffer_tokens,
             long_answer_fraction=args.feature_long_answer_fraction,
-            max_age=args.feature_max_age,
+            max_age=args.feature_max_age * self._policy_steps_per_rollout,
         )
         self._recorder = FeatureRecorder(
             self.accelerator.unwrap_model(self.model),
@@ -321,7 +333,10 @@ class TLTGRPOTrainer(DrafterSaving, GRPOTrainer):
     def _generate_single_turn(self, *args, **kwargs):
         # Between the turns of a tool loop the engine has the accelerator to itself.
         with nullcontext() if self._background_training is None else self._background_training.paused():
-            return super()._generate_single_turn(*args, **kwargs)
+            output = super()._generate_single_turn(*args, **kwargs)
+        if self.speculative:
+            self.vllm_generation.note_drafter_lag(self.state.global_step)
+        return output
 
     def _tool_call_loop(self, *args, **kwargs):
         with self._beside_drafter_training():
@@ -393,7 +408,8 @@ class TLTGRPOTrainer(DrafterSaving, GRPOTrainer):
         with self._interval(DRAFTER_TRAINING):
             report = train_safely(self.drafter_trainer, self._policy_copy, self._drafter_credit_s)
         self._last_rollout_end_s = time.perf_counter()
-        self._drafter_credit_s -= report["seconds"]
+        # Time in which there was nothing to train on must not come back as one long pause.
+        self._drafter_credit_s = 0.0 if report["starved"] else self._drafter_credit_s - report["seconds"]
         return report
 
     def evaluate(self, *args, **kwargs):
@@ -458,9 +474,12 @@ class TLTGRPOTrainer(DrafterSaving, GRPOTrainer):
         loop = generation.rollout_loop
         ledger = loop.pop_ledger()
         own = rollout_sums(loop.pop_stats(), self.args.max_num_draft_tokens)
+        ranks_per_engine = self.args.vllm_tensor_parallel_size
         sums = torch.tensor([*own, *ledger.sums()], device=self.accelerator.device)
+        # The ranks of a tensor-parallel group have all run the same samples.
+        sums *= float(self.accelerator.process_index % ranks_per_engine == 0)
         sums = self.accelerator.reduce(sums, reduction="sum").tolist()
-        metrics = rollout_metrics(sums[: len(own)], self.accelerator.num_processes)
+        metrics = rollout_metrics(sums[: len(own)], self.accelerator.num_processes // ranks_per_engine)
         metrics |= ledger_metrics(loop.selector.strategies, sums[len(own) :])
         metrics["tlt/sync_seconds"] = generation.pop_sync_seconds()
         if mode == "train":
@@ -474,6 +493,12 @@ class TLTGRPOTrainer(DrafterSaving, GRPOTrainer):
             self._metrics[mode][name].append(value)
 
     # ---- features --------------------------------------------------------------------------------------------------
+
+    @property
+    def _policy_steps_per_rollout(self) -> int:
+        """At least 1; in TRL one generation serves `num_iterations` passes over `steps_per_generation` micro-steps."""
+        generate_every = self.args.steps_per_generation * self.num_iterations
+        return math.ceil(generate_every / self.args.gradient_accumulation_steps)
 
     @property
     def _has_scoring_pass(self) -> bool:

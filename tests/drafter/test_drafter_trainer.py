@@ -114,11 +114,14 @@ class TestFaults:
         assert is_equal(weights(trainer.drafter), good)
         assert "loss" in trainer.step()
 
-    def test_the_good_state_is_given_back_with_the_period(self, make_trainer):
+    def test_what_a_period_takes_is_given_back(self, make_trainer, policy):
         trainer = make_trainer()
         trainer.step()
         trainer.end_period()
         assert not trainer._good_state
+        with pytest.raises(RuntimeError, match="set_target"):
+            trainer.step()
+        trainer.set_target(policy.get_input_embeddings().weight, policy.get_output_embeddings().weight)
         merged = weights(trainer.drafter)
         trainer.step()
         assert not is_equal(weights(trainer.drafter), merged)

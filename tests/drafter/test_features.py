@@ -5,6 +5,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from tlt_trl.drafter import FeatureBuffer, FeatureRecorder
+from tlt_trl.drafter.features import rows_to_keep
 
 
 LAYER_IDS = [1, 2, 3]
@@ -150,3 +151,18 @@ def test_unannounced_rows_are_an_error(policy, rows, wrong):
             policy(input_ids[:, :8] if wrong == "length" else input_ids)
             policy(input_ids)
     assert len(recorder.buffer) == 0
+
+
+@pytest.mark.parametrize(
+    ("lengths", "prompt_lengths", "max_tokens", "kept"),
+    [
+        ([10, 20, 30], [5, 5, 5], 60, {0, 1, 2}),
+        ([10, 20, 30], [5, 5, 5], 59, {1, 2}),
+        ([10, 20, 30], [5, 18, 5], 40, {0, 2}),  # the longest answers, not the longest rows
+        ([10, 20, 100], [5, 5, 5], 40, {0, 1}),  # one that does not fit at all does not keep the others out
+        ([10, 10, 10], [5, 5, 5], 25, {0, 1}),
+        ([5, 2, 3], [5, 1, 2], 100, {2}),  # without an answer, and too short to predict a token of
+    ],
+)
+def test_only_rows_that_fit_are_copied(lengths, prompt_lengths, max_tokens, kept):
+    assert rows_to_keep(lengths, prompt_lengths, max_tokens) == kept

@@ -14,7 +14,7 @@ from tlt_trl.drafter.losses import (
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("chunk_rows", [1, 7, 1000])
 def test_fast_equals_reference(temperature, chunk_rows, monkeypatch):
-    monkeypatch.setattr(losses, "CHUNK_ELEMENTS", 1)
+    monkeypatch.setattr(losses, "CPU_CHUNK_ELEMENTS", 1)
     monkeypatch.setattr(losses, "MIN_CHUNK_ROWS", chunk_rows)
     torch.manual_seed(0)
     hidden, head = torch.randn(40, 16, requires_grad=True), torch.randn(30, 16, requires_grad=True)

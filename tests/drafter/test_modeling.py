@@ -3,6 +3,7 @@ import torch
 from transformers import LlamaConfig
 
 from tlt_trl.drafter import Drafter, DrafterConfig
+from tlt_trl.drafter.initialization import parameters_to_read
 
 
 def random_inputs(num_tokens=9, seed=0):
@@ -54,6 +55,22 @@ class TestFromPolicy:
         expected = Drafter.from_policy(policy).state_dict()
         wrapped = get_peft_model(policy, LoraConfig(target_modules=["q_proj", "down_proj"]))
         drafter = Drafter.from_policy(wrapped)
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in drafter.state_dict().items())
+
+    @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+    @pytest.mark.parametrize("tied", [False, True])
+    def test_reads_nothing_but_what_it_says(self, make_policy, kind, tied):
+        from peft import LoraConfig, get_peft_model
+
+        policy = make_policy(kind, tied)
+        expected = Drafter.from_policy(policy).state_dict()
+        policy = get_peft_model(policy, LoraConfig(target_modules=["q_proj", "down_proj"]))
+        read = {id(parameter) for parameter in parameters_to_read(policy)}
+        others = [parameter for parameter in policy.parameters() if id(parameter) not in read]
+        assert len(others) > len(read)
+        for parameter in others:
+            parameter.data.fill_(float("nan"))
+        drafter = Drafter.from_policy(policy)
         assert all(torch.equal(tensor, expected[name]) for name, tensor in drafter.state_dict().items())
 
     def test_no_language_model_inside(self):

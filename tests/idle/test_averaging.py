@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from tlt_trl.drafter import DrafterTrainer, FeatureBuffer
+from tlt_trl.idle import averaging
 from tlt_trl.idle.averaging import DraftersDifferError, average_by_tokens, check_identical
 
 
@@ -62,6 +63,21 @@ def test_equals_start_plus_average_of_the_changes():
     expected = start + sum(t * change for t, change in zip(tokens, changes, strict=True)) / sum(tokens)
     for (tensor,) in ranks:
         torch.testing.assert_close(tensor, expected)
+
+
+def test_large_tensors_go_in_parts(monkeypatch):
+    monkeypatch.setattr(averaging, "BUCKET_ELEMENTS", 4)
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2,), (3, 3), (1,), (2,), (5,)]
+    ranks = [[torch.randn(shape, generator=generator) for shape in shapes] for _ in range(2)]
+    expected = [(first + 3 * second) / 4 for first, second in zip(*ranks, strict=True)]
+    sent = []
+    average_by_tokens([t.clone() for t in ranks[0]], 1.0, lambda tensor: sent.append(len(tensor)))
+    assert sent == [1, 2, 4, 4, 4, 4, 1]  # the number of tokens first
+    run_ranks(ranks, [1.0, 3.0])
+    for rank in ranks:
+        for tensor, average in zip(rank, expected, strict=True):
+            torch.testing.assert_close(tensor, average)
 
 
 def test_shapes_and_dtypes_are_kept():

@@ -143,7 +143,8 @@ class DrafterTrainer:
         is_tied = embed_tokens.data_ptr() == lm_head.data_ptr()
         self._embed_tokens = embed_tokens.detach().to(self.device, self.autocast_dtype)
         self._lm_head = self._embed_tokens if is_tied else lm_head.detach().to(self.device, self.autocast_dtype)
-        self._draft_head = self._lm_head[self.drafter.draft_token_ids]
+        drafter = self.drafter
+        self._draft_head = self._lm_head if drafter.has_full_vocabulary else self._lm_head[drafter.draft_token_ids]
 
     @torch.no_grad()
     def keep_good_state(self) -> None:
@@ -170,10 +171,12 @@ class DrafterTrainer:
 
     def end_period(self) -> None:
         """
-        Ends a period of training: what it takes beyond weights and optimiser state is given back. The copy of the good
-        state is part of that, and would be none for the time after, when ranks have merged their drafters.
+        Ends a period of training: what it takes beyond weights and optimiser state is given back; the next one begins
+        with [`set_target`]. The copy of the good state is part of that, and would be none for the time after, when
+        ranks have merged their drafters.
         """
         self._good_state = []
+        self._embed_tokens = self._lm_head = self._draft_head = None
         self.optimizer.zero_grad(set_to_none=True)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

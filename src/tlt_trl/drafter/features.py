@@ -33,6 +33,30 @@ class _Recording:
     next_row: int = 0
 
 
+def rows_to_keep(lengths: Sequence[int], prompt_lengths: Sequence[int], max_tokens: int) -> set[int]:
+    """
+    Rows worth copying: those with a completion token to predict and, of them, the longest answers that fit into the
+    buffer together. It would drop the others again, and until then they would all be in (pinned) memory.
+
+    Args:
+        lengths (`Sequence[int]`):
+            Tokens of every row, prompt and completion.
+        prompt_lengths (`Sequence[int]`):
+            Tokens of its prompt.
+        max_tokens (`int`):
+            Capacity of the buffer.
+    """
+    answers = [length - prompt for length, prompt in zip(lengths, prompt_lengths, strict=True)]
+    rows = [row for row, length in enumerate(lengths) if answers[row] >= 1 and 3 <= length <= max_tokens]
+    kept = set()
+    for row in sorted(rows, key=lambda row: -answers[row]):
+        max_tokens -= lengths[row]
+        if max_tokens < 0:
+            break
+        kept.add(row)
+    return kept
+
+
 class FeatureRecorder:
     """
     Copies hidden states from a policy's forward passes into a [`FeatureBuffer`].
@@ -90,8 +114,7 @@ class FeatureRecorder:
         mask = attention_mask.bool()
         prompt_lengths = mask[:, :prompt_width].sum(dim=1).tolist()
         lengths = mask.sum(dim=1).tolist()
-        # Rows with at least one completion token to predict.
-        wanted = {row for row, length in enumerate(lengths) if length - prompt_lengths[row] >= 1 and length >= 3}
+        wanted = rows_to_keep(lengths, prompt_lengths, self.buffer.max_tokens)
         self._recording = _Recording(input_ids, mask, prompt_lengths, wanted, step)
         try:
             yield

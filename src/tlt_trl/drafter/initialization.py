@@ -9,12 +9,25 @@ from transformers import PreTrainedModel
 from .configuration_drafter import DrafterConfig
 
 
+# Read besides the last layer. The first layer's norm is the one that the policy learned for embeddings.
+FIRST_NORM, FINAL_NORM = NORMS = ("layers.0.input_layernorm.weight", "norm.weight")
+
+
 def inner_language_model(policy: nn.Module) -> PreTrainedModel:
     """The Hugging Face model inside PEFT, DDP or FSDP wrappers."""
     for module in policy.modules():
         if isinstance(module, PreTrainedModel):
             return module
     raise ValueError(f"No transformers model was found inside a policy of type {type(policy).__name__}.")
+
+
+def parameters_to_read(policy: nn.Module) -> list[nn.Parameter]:
+    """What [`drafter_from_policy`] reads of the policy, for back ends that keep parameters in pieces."""
+    model = inner_language_model(policy)
+    decoder = model.get_decoder()
+    last = f"layers.{model.config.num_hidden_layers - 1}."
+    read = [weight for name, weight in decoder.named_parameters() if name.startswith((last, *NORMS))]
+    return [*read, model.get_output_embeddings().weight]
 
 
 def drafter_from_policy(
@@ -61,8 +74,7 @@ def _copy_policy_weights(drafter: PreTrainedModel, model: PreTrainedModel) -> No
         drafter.midlayer.mlp.get_submodule(name).weight.copy_(weights[f"{last}mlp.{name}.weight"])
     drafter.midlayer.hidden_norm.weight.copy_(weights[f"{last}input_layernorm.weight"])
     drafter.midlayer.post_attention_layernorm.weight.copy_(weights[f"{last}post_attention_layernorm.weight"])
-    # The first layer's norm is the one that the policy learned for embeddings.
-    drafter.midlayer.input_layernorm.weight.copy_(weights["layers.0.input_layernorm.weight"])
-    drafter.norm.weight.copy_(weights["norm.weight"])
+    drafter.midlayer.input_layernorm.weight.copy_(weights[FIRST_NORM])
+    drafter.norm.weight.copy_(weights[FINAL_NORM])
     head = model.get_output_embeddings().weight
     drafter.lm_head.weight.copy_(head[drafter.draft_token_ids.to(head.device)])

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 
-# Rows x vocabulary held at once: 4 MiB in fp32 stay in a CPU's cache, and are large enough for its matrix kernels.
-CHUNK_ELEMENTS = 1 << 20
+# Rows x vocabulary held at once: 4 MiB in fp32 stay in a CPU's cache, and are large enough for its matrix kernels. An
+# accelerator adds to the whole gradient of the head for every chunk, so chunks are as large as memory allows (some
+# buffers of 128 MiB; not measured on a GPU).
+CPU_CHUNK_ELEMENTS, CHUNK_ELEMENTS = 1 << 20, 1 << 25
 MIN_CHUNK_ROWS = 64
 
 
@@ -87,7 +89,8 @@ class _SoftCrossEntropy(torch.autograd.Function):
         grad_head = torch.zeros_like(head) if needs_grad else None
         # Rows that share a label come together, so that its distribution is computed once.
         order = positions.argsort(stable=True)
-        for rows in order.split(max(MIN_CHUNK_ROWS, CHUNK_ELEMENTS // head.shape[0])):
+        chunk_elements = CPU_CHUNK_ELEMENTS if head.device.type == "cpu" else CHUNK_ELEMENTS
+        for rows in order.split(max(MIN_CHUNK_ROWS, chunk_elements // head.shape[0])):
             unique, inverse = positions[rows].unique_consecutive(return_inverse=True)
             probs = teacher.probs(unique)[inverse]  # shape: [rows, draft_vocab_size]
             chunk = states[rows]

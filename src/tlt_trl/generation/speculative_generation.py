@@ -54,8 +54,9 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
     Args:
         args ([`TLTGRPOConfig`]):
             Configuration of the trainer.
-        build_drafter (`Callable[[PreTrainedModel], Drafter]`):
-            Makes the drafter for the policy. Called once, before the engine is built.
+        build_drafter (`Callable[[PreTrainedModel, Callable], Drafter]`):
+            Makes the drafter for the policy. Called once, before the engine is built. The second argument gives a
+            context in which the parameters in a list are whole.
         make_selector (`Callable[[int, bool], Selector]`):
             Makes the strategy selector for a largest batch size; the second argument says whether the engine can
             look draft tokens up.
@@ -67,7 +68,7 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
         self,
         *,
         args: "TLTGRPOConfig",
-        build_drafter: "Callable[[PreTrainedModel], Drafter]",
+        build_drafter: "Callable[[PreTrainedModel, Callable], Drafter]",
         make_selector: Callable[[int, bool], object],
         **kwargs,
     ):
@@ -86,6 +87,8 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
         # Counts trainings of the drafter; the second is the version that the engine holds.
         self.drafter_version = 0
         self.pushed_drafter_version = 0
+        self._lag_step: int | None = None
+        self._drafter_lag = 0
         super().__init__(**kwargs)
 
     def _init_vllm(self):
@@ -100,9 +103,7 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
         architectures = self.model.config.architectures or [type(inner_language_model(self.model)).__name__]
         if not supports_eagle3(architectures):
             raise UnsupportedEngineError(no_auxiliary_states_message(architectures))
-        # Under ZeRO-3 the policy is already partitioned here: gather it, read-only, to initialise from it.
-        with self._dist.gather_params(list(self.model.parameters())):
-            self.drafter = self._build_drafter(self.model)
+        self.drafter = self._build_drafter(self.model, self._dist.gather_params)
         with tempfile.TemporaryDirectory(prefix="tlt-trl-drafter-") as drafter_dir:
             save_drafter(self.drafter, drafter_dir, provenance={})
             # TRL builds `LLM(...)` with a fixed keyword list and no hook for more, see
@@ -155,7 +156,7 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
 
     def _plan_cuda_graphs(self, kwargs: dict) -> None:
         """Adds the sizes to capture, unless the user has said which or wants none."""
-        if kwargs.get("enforce_eager") or "compilation_config" in kwargs:
+        if kwargs.get("enforce_eager") or {"compilation_config", "cudagraph_capture_sizes"} & kwargs.keys():
             return
         plan = plan_cuda_graphs(self.args.all_draft_token_choices, kwargs["max_num_seqs"])
         kwargs["compilation_config"] = {"cudagraph_capture_sizes": list(plan.sizes)}
@@ -220,11 +221,19 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
             yield name, weight
         self.policy_lm_head = self.policy_embedding if head is None else head
 
+    def note_drafter_lag(self, policy_step: int) -> None:
+        """
+        Takes note, when a rollout's samples are there, of how many trainings the engine's drafter has missed.
+
+        TRL syncs before the first rollout of a policy step. What is trained later, between the turns of a tool loop or
+        the rollouts of one step, is pushed with the next one, so only the first call for a step counts.
+        """
+        if policy_step != self._lag_step:
+            self._lag_step, self._drafter_lag = policy_step, self.drafter_version - self.pushed_drafter_version
+
     def observe_rollout(self, acceptance_length: float, draft_tokens: float) -> None:
         """Feeds the alarms after a training rollout."""
-        # The training that has just followed this rollout is pushed before the next one, so it does not count.
-        lag = max(0, self.drafter_version - self.pushed_drafter_version - 1)
-        self.alarms.observe_rollout(acceptance_length, draft_tokens, lag)
+        self.alarms.observe_rollout(acceptance_length, draft_tokens, self._drafter_lag)
 
     def pop_sync_seconds(self) -> float:
         """Seconds spent in weight syncs since the last call."""

@@ -1,6 +1,6 @@
 """Merging drafters that ranks have trained apart, each in its own waiting time."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -8,6 +8,9 @@ from torch import Tensor
 
 # Sums a tensor over all ranks, in place.
 AllReduce = Callable[[Tensor], None]
+
+# Elements sent in one collective (256 MB in fp32): a second copy of a large drafter might not fit beside the engine.
+BUCKET_ELEMENTS = 1 << 26
 
 # Concatenates the tensors of all ranks along the first dimension, in their order.
 Gather = Callable[[Tensor], Tensor]
@@ -32,7 +35,7 @@ def average_by_tokens(tensors: Sequence[Tensor], tokens: float, all_reduce: AllR
 
     Args:
         tensors (`Sequence[Tensor]`):
-            Floating-point tensors, changed in place; the same shapes in the same order on every rank.
+            Contiguous floating-point tensors, changed in place; the same shapes in the same order on every rank.
         tokens (`float`):
             Tokens that this rank has trained since the last merge.
         all_reduce (`AllReduce`):
@@ -45,16 +48,30 @@ def average_by_tokens(tensors: Sequence[Tensor], tokens: float, all_reduce: AllR
     all_reduce(total)
     if not total.item():
         return 0.0
-    # One collective for everything: a drafter has a few dozen tensors, most of them small.
-    flat = torch.cat([tensor.detach().float().flatten() for tensor in tensors])
-    # In place: on CPU a second buffer of this size costs more than the product itself.
-    flat *= tokens / total.item()
-    all_reduce(flat)
-    start = 0
-    for tensor in tensors:
-        tensor.copy_(flat[start : start + tensor.numel()].view_as(tensor))
-        start += tensor.numel()
+    for bucket in _buckets(tensors):
+        flat = torch.cat([part.float() for part in bucket])
+        # In place: on CPU a second buffer of this size costs more than the product itself.
+        flat *= tokens / total.item()
+        all_reduce(flat)
+        for part, averaged in zip(bucket, flat.split([len(part) for part in bucket]), strict=True):
+            part.copy_(averaged)
     return total.item()
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """
+    Flat views of the tensors, or of parts of large ones, grouped for one collective each: a drafter has a few dozen
+    tensors, most of them small.
+    """
+    bucket, room = [], BUCKET_ELEMENTS
+    for tensor in tensors:
+        for part in tensor.detach().view(-1).split(BUCKET_ELEMENTS):
+            if len(part) > room:
+                yield bucket
+                bucket, room = [], BUCKET_ELEMENTS
+            bucket.append(part)
+            room -= len(part)
+    yield bucket
 
 
 @torch.no_grad()

@@ -14,8 +14,9 @@ from .straggler_wait import StragglerWait
 
 logger = logging.getLogger(__name__)
 
-# Longest optimiser step wanted. The last one of a wait is abandoned, half of it on average, and whoever is waited for
-# must not wait for longer than 100 ms himself even where no part of a step can be cut short.
+# Longest optimiser step wanted. The last one of a wait is abandoned, on a CPU half of it on average. An accelerator is
+# asked while kernels are queued, which is soon over: there a step runs to its end, and whoever is waited for must not
+# wait for longer than 100 ms himself.
 MAX_STEP_S = 0.08
 
 # Embedding and head of the policy.
