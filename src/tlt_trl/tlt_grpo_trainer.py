@@ -319,7 +319,6 @@ class TLTGRPOTrainer(DrafterSaving, GRPOTrainer):
 
     def _generate_speculatively(self, prompts: list):
         mode = "train" if self.model.training else "eval"
-        self.vllm_generation.rollout_loop.learning = mode == "train"
         if mode == "train" and self.drafter_trainer is not None:
             self.feature_buffer.start_step(self.state.global_step)
             started = time.perf_counter()

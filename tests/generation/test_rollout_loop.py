@@ -90,11 +90,10 @@ class RecordingSelector:
         self.updates.append((str(strategy), batch_size, emitted_tokens, seconds, context_tokens, accepted_by_position))
 
 
-def run(steps, finished_at=None, choose=lambda batch_size: Strategy("eagle3", 2), learning=True):
+def run(steps, finished_at=None, choose=lambda batch_size: Strategy("eagle3", 2)):
     engine = ScriptedEngine(steps, finished_at or {"0": len(steps) - 1})
     loop = RolloutLoop(engine, RecordingSelector(choose))
     loop.ngram = RecordingNgramDrafter()
-    loop.learning = learning
     return loop, loop.run()
 
 
@@ -122,12 +121,6 @@ def test_only_steady_steps_teach_the_selector():
 def test_context_of_the_last_step_reaches_the_selector():
     loop, _ = run([step(2, 2, 2, (1, 0)), step(1, 2, 2, (1, 0))])
     assert loop.selector.selects == [(2, 0), (1, 200)]
-
-
-def test_evaluation_uses_the_choices_but_teaches_nothing():
-    loop, _ = run([step(2, 2, 2, (1, 0))], learning=False)
-    assert loop.selector.updates == [] and loop.selector.rollouts == 0
-    assert loop.engine.asked == [2]
 
 
 def test_statistics_add_up():

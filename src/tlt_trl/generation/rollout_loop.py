@@ -119,7 +119,6 @@ class RolloutLoop:
         self.selector = selector
         # Ranks of a tensor-parallel group run one engine: they must not draft different numbers of tokens.
         self.agree: Callable[[Strategy], Strategy] = lambda strategy: strategy
-        self.learning = True  # evaluation rollouts use the selector's choices but teach it nothing
         self.stats = RolloutStats()
         self.disabled: set[str] = set()  # reasons for which speculation is off, whatever the selector says
         self.ledger = StepLedger(selector)
@@ -149,8 +148,7 @@ class RolloutLoop:
             `list[RequestOutput]`: The finished requests in the order in which they were added.
         """
         self.engine.schedule.choose = self._choose
-        if self.learning:
-            self.selector.start_rollout()
+        self.selector.start_rollout()
         self.engine.ngram = self.ngram
         self.ngram.start_rollout()
         self._scheduled.clear()
@@ -184,7 +182,8 @@ class RolloutLoop:
         whole = strategy.method == "ngram" or step.num_verified == strategy.num_draft_tokens
         steady = strategy == last and whole and not step.has_prefill
         self.ledger.add(strategy, step.batch_size, step.emitted_tokens, step.seconds, step.context_tokens, steady)
-        if self.learning and not self.disabled and steady:
+        # Evaluations teach it too: a selector that tried something and never heard how it went would stay with it.
+        if not self.disabled and steady:
             missing = strategy.num_draft_tokens - step.num_verified
             self.selector.update(
                 strategy,
