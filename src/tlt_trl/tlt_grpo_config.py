@@ -161,7 +161,8 @@ class TLTGRPOConfig(GRPOConfig):
         default=True,
         metadata={
             "help": "Whether to read weights back from the engine after every sync. Costs about one pass over the "
-            "weights; catches a stale or half-loaded engine, which would train on another policy's samples."
+            "weights; catches a stale or half-loaded engine, which would train on another policy's samples. A "
+            "tensor-parallel engine, whose ranks hold slices, is not compared."
         },
     )
 

@@ -249,7 +249,8 @@ class DrafterTrainer:
         """
         start = time.perf_counter()
         sums: dict[str, float] = defaultdict(float)
-        steps = tokens = step_seconds = dropped = starved = interrupted = 0.0
+        steps = step_seconds = dropped = starved = interrupted = 0.0
+        tokens_before = self.tokens_trained
         dropped_in_a_row = 0
         is_state_kept = False
         while not stop():
@@ -278,15 +279,14 @@ class DrafterTrainer:
                     break
                 continue
             dropped_in_a_row = 0
-            self._update_token_seconds(seconds / metrics["tokens"])
+            self._update_token_seconds(seconds / metrics.pop("tokens"))
             steps += 1
-            tokens += metrics.pop("tokens")
             for name, value in metrics.items():
                 sums[name] += value
         means = {name: value / steps for name, value in sums.items()}
         return means | {
             "steps": steps,
-            "tokens": tokens,
+            "tokens": float(self.tokens_trained - tokens_before),  # without those that a restored state has lost
             "dropped_batches": dropped,
             "starved": starved,
             "interrupted": interrupted,

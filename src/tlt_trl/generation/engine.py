@@ -675,6 +675,8 @@ class RolloutEngine:
         from vllm.config import set_current_vllm_config
 
         fingerprints: dict[str, Fingerprint] = {}
+        # A tensor-parallel rank holds slices of what is pushed; slices are not compared.
+        verify = verify and self.tensor_parallel_size == 1
 
         def observed():
             for name, tensor in weights:
@@ -755,7 +757,6 @@ class RolloutEngine:
             self._check_read_back("drafter", model, fingerprints)
 
     def _check_read_back(self, what: str, model: torch.nn.Module, pushed: dict[str, Fingerprint]) -> None:
-        # A tensor-parallel rank holds slices of what was pushed; slices are not compared.
         if self.tensor_parallel_size > 1 or not pushed:
             return
         with torch.no_grad():
