@@ -211,13 +211,21 @@ class TestBackgroundTraining:
     def test_a_failure_in_the_thread_is_reported(self, trainer, target):
         background, reports = self.make(trainer, (target[0], torch.zeros(2, 2)))
         with background.running():
-            time.sleep(0.05)
+            time.sleep(0.3)
         assert reports[0]["failures"] == 1.0
+
+    def test_short_waits_are_left_alone(self):
+        reports = []
+        background = BackgroundTraining(lambda stop: 1 / 0, reports.append)
+        with background.running():
+            time.sleep(0.001)
+        assert reports[0]["failures"] == reports[0]["steps"] == reports[0]["idle_used_s"] == 0.0
 
     @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
     def test_a_thread_that_dies_does_not_hide_the_error_beside_it(self):
         reports = []
         background = BackgroundTraining(lambda stop: 1 / 0, reports.append)
         with pytest.raises(KeyError), background.running():
+            time.sleep(0.3)
             raise KeyError("reward")
         assert reports[0]["failures"] == 1.0 and reports[0]["steps"] == 0.0

@@ -19,6 +19,10 @@ logger = logging.getLogger(__name__)
 # wait for longer than 100 ms himself.
 MAX_STEP_S = 0.08
 
+# Reward functions that take less time than this are left alone: they end before a step would, and beginning a period
+# of training and giving back what it took is not free.
+PATIENCE_S = 0.05
+
 # Embedding and head of the policy.
 Target = tuple[Tensor, Tensor]
 
@@ -117,7 +121,8 @@ class BackgroundTraining:
 
     Args:
         train (`Callable[[Callable[[], bool]], dict[str, float]]`):
-            Trains until its argument returns `True` and reports as [`train_safely`] does.
+            Trains until its argument returns `True` and reports as [`train_safely`] does. Not called when there is
+            less to wait for than 50 ms.
         report (`Callable[[dict[str, float]], None]`):
             Takes the report of every period, with `idle_s`, `idle_used_s` and `stop_latency_s`.
     """
@@ -160,7 +165,8 @@ class BackgroundTraining:
         self._thread.start()
 
     def _run(self) -> None:
-        self._result = self._train(self._stop_signal.is_set)
+        is_over = self._stop_signal.wait(PATIENCE_S)
+        self._result = empty_report() if is_over else self._train(self._stop_signal.is_set)
 
     def _stop(self) -> None:
         stopped = time.perf_counter()
