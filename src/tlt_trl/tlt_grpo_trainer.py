@@ -238,9 +238,10 @@ class TLTGRPOTrainer(DrafterSaving, GRPOTrainer):
             strategies += [Strategy("ngram", choice) for choice in args.ngram_draft_token_choices]
         elif args.ngram_draft_token_choices:
             logger.warning(
-                "The engine schedules asynchronously, so no draft tokens are looked up in earlier answers. "
-                "`vllm_engine_kwargs={'async_scheduling': False}` makes it possible; "
-                "`ngram_draft_token_choices=[]` says that they are not wanted."
+                "No draft tokens are looked up in earlier answers: the engine schedules asynchronously "
+                "(`vllm_engine_kwargs={'async_scheduling': False}` makes it possible), or the policy's layers have "
+                "several kinds of attention, or the drafter has several layers. `ngram_draft_token_choices=[]` says "
+                "that they are not wanted."
             )
         edges = bucket_edges(max_batch_size)
         if args.speculation_bucket_edges is not None:
@@ -562,6 +563,10 @@ class OptimizerStepInterval(TrainerCallback):
 
 def _check_sampling(args: TLTGRPOConfig) -> None:
     """Refuses sampling parameters, for training and evaluation alike, that the engine ignores under speculation."""
-    adaptive = args.speculation_selector != "fixed" or args.speculation_activation_threshold is not None
+    adaptive = (
+        args.speculation_selector != "fixed"
+        or args.speculation_activation_threshold is not None
+        or args.draft_sampling != "greedy"
+    )
     check_sampling_parameters({"min_p": args.min_p}, "in the config", adaptive)
     check_sampling_parameters(args.generation_kwargs or {}, "in `generation_kwargs`", adaptive)

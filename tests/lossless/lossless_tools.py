@@ -94,18 +94,18 @@ class Rollout:
 class EngineUnderTest:
     """One float32 engine with a policy and a drafter, whose number of draft tokens a test sets per rollout."""
 
-    def __init__(self, policy: PreTrainedModel, policy_dir: str, drafter: Drafter, drafter_dir: str):
+    def __init__(self, policy: PreTrainedModel, policy_dir: str, drafter: Drafter, drafter_dir: str, **options):
         self.policy = policy
         save_drafter(drafter, drafter_dir, {})
+        defaults = {
+            "max_num_seqs": 512,
+            "max_model_len": 96,
+            "kv_cache_memory_bytes": 2**27,  # the engines of all tests live until the process ends
+            "dtype": "float32",
+            "enforce_eager": True,
+        }
         self.llm = build_llm(
-            policy_dir,
-            max_num_seqs=512,
-            max_model_len=96,
-            drafter=drafter_dir,
-            max_draft_tokens=MAX_DRAFT_TOKENS,
-            kv_cache_memory_bytes=2**27,  # the engines of all tests live until the process ends
-            dtype="float32",
-            enforce_eager=True,
+            policy_dir, drafter=drafter_dir, max_draft_tokens=MAX_DRAFT_TOKENS, **(defaults | options)
         )
         self.engine = RolloutEngine(self.llm)
 

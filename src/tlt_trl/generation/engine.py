@@ -319,7 +319,9 @@ class RolloutEngine:
             self.schedule = DraftLengthSchedule(self.speculative_config.num_speculative_tokens)
             self._scheduler.dynamic_sd_lookup = self.schedule
             self._require("_last_draft_probs", self._proposer)
-            self._deferred = DeferredDrafter(self._proposer) if self._has_one_layer_drafter() else None
+            self._deferred = DeferredDrafter(self._proposer) if self._can_defer() else None
+            self._draft_greedily_under_grammars()
+            self._refuse_broken_draft_probs()
             self._proposer._greedy_sample = self._greedy_draft_tokens
             if self.can_look_up:
                 self._look_up_draft_tokens()
@@ -360,9 +362,50 @@ class RolloutEngine:
         offsets = model.draft_id_to_target_id
         return draft_ids if offsets is None else draft_ids + offsets[draft_ids]
 
-    def _has_one_layer_drafter(self) -> bool:
+    def _can_defer(self) -> bool:
         config = self.speculative_config.draft_model_config.hf_config
-        return self.speculative_config.method == "eagle3" and config.num_hidden_layers == 1
+        # Groups of layers with different attention share the KV cache's memory: a block that a request has left may
+        # hold the policy's keys and values by the time the drafter's are written.
+        groups = self._require("kv_cache_config.kv_cache_groups", self._runner)
+        return self.speculative_config.method == "eagle3" and config.num_hidden_layers == 1 and len(groups) == 1
+
+    def _draft_greedily_under_grammars(self) -> None:
+        """
+        Leaves probabilistic drafts aside while a request has structured outputs.
+
+        vLLM's scheduler drops a draft token that the grammar forbids. Whether one is dropped then depends on which was
+        drawn, the position is sampled as if nothing had been drafted, and text no longer follows the policy: the rule
+        of rejection sampling holds for all tokens of a draft or for none.
+        """
+        propose = self._proposer.propose
+
+        def proposed(num_speculative_tokens, **inputs):
+            wanted = self._proposer._enable_probabilistic_draft_probs
+            has_grammar = any(request.use_structured_output for request in self._scheduler.running)
+            self._proposer._enable_probabilistic_draft_probs = wanted and not has_grammar
+            try:
+                return propose(num_speculative_tokens, **inputs)
+            finally:
+                self._proposer._enable_probabilistic_draft_probs = wanted
+
+        self._proposer.propose = proposed
+
+    def _refuse_broken_draft_probs(self) -> None:
+        """
+        Verifies draft tokens whose probabilities are not finite as certain ones, which is exact for any token.
+
+        The rejection sampler would reject them and draw from a distribution that is not one: its last token, always.
+        """
+        sample = self._require("_sample_draft_tokens", self._proposer)
+
+        def sampled(hidden_states, sampling_metadata):
+            tokens, probs = sample(hidden_states, sampling_metadata)
+            if probs is not None:
+                certain = torch.zeros_like(probs).scatter_(1, tokens[:, None].long(), 1.0)
+                probs = torch.where(probs.sum(dim=-1, keepdim=True).isfinite(), probs, certain)
+            return tokens, probs
+
+        self._proposer._sample_draft_tokens = sampled
 
     @property
     def device(self) -> torch.device:
@@ -380,7 +423,7 @@ class RolloutEngine:
     def can_look_up(self) -> bool:
         """
         Whether draft tokens can be looked up in text: an asynchronous scheduler never has a step's tokens in time, and
-        a drafter of several layers would run in every step all the same.
+        a drafter that cannot be deferred would run in every step all the same.
         """
         return self._deferred is not None and not self._worker.vllm_config.scheduler_config.async_scheduling
 
@@ -502,6 +545,16 @@ class RolloutEngine:
         # An asynchronous scheduler has one more step under way when the last request ends; left there, it would be
         # taken for the first one of the next rollout.
         return self._llm_engine.has_unfinished_requests() or bool(self._core.batch_queue)
+
+    def abort_unfinished(self) -> None:
+        """
+        Drops all unfinished requests. After an exception in the middle of a rollout they would be the first outputs of
+        the next one, and hold keys and values of old weights in the cache.
+        """
+        requests = self._require("llm_engine.output_processor.request_states")
+        self._llm_engine.abort_request(list(requests), internal=True)
+        while self.has_unfinished_requests():
+            self._llm_engine.step()
 
     def step(self) -> tuple[list["RequestOutput"], EngineStep | None]:
         """
@@ -644,8 +697,17 @@ class RolloutEngine:
         return [(output.outputs[0], output.prompt_logprobs) for output in finished]
 
     def reset_prefix_cache(self) -> None:
-        """Forgets what the engine has cached of earlier requests, which was computed with other weights."""
-        self.llm.reset_prefix_cache()
+        """
+        Forgets what the engine has cached of earlier requests, which was computed with other weights.
+
+        Raises:
+            `RuntimeError`: If requests are unfinished; vLLM then keeps the cache.
+        """
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError(
+                "The engine has unfinished requests, whose keys and values were computed with other weights. Weights "
+                "can be synced between rollouts only; `abort_unfinished` drops what is left of one."
+            )
         if self._deferred is not None:
             self._deferred.discard()
 

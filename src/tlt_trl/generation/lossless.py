@@ -40,14 +40,22 @@ ENGINE_LOGPROB_TOLERANCES = {
 REFUSED_PARAMETERS = {
     "min_p": (0.0, "vLLM refuses it with speculative decoding; use `top_p`, or `top_k`, or TRL's GRPOTrainer"),
     "logit_bias": ({}, "vLLM refuses it with speculative decoding; use `bad_words` or `allowed_token_ids`"),
+    "min_tokens": (
+        0,
+        "vLLM does not count the draft tokens accepted in the same step and suppresses the end too long; leave it "
+        "out, or use TRL's GRPOTrainer",
+    ),
+    "thinking_token_budget": (None, "it was not checked with speculation; use TRL's GRPOTrainer"),
+    "repetition_detection": (None, "it was not checked with speculation; use TRL's GRPOTrainer"),
 }
-# Honoured only while every step drafts the same number of tokens.
+# Honoured only while every step drafts the same number of tokens, greedily.
 REFUSED_WITH_ADAPTIVE_LENGTHS = {
     "seed": (
         None,
         "a request draws as many random numbers as its drafts are long, and those lengths follow measured times, so "
-        "the same seed gives other tokens; use `speculation_selector='fixed'` without a threshold, or `seed` of the "
-        "training arguments",
+        "the same seed gives other tokens; probabilistic drafts are drawn without it. Use "
+        "`speculation_selector='fixed'` without a threshold and `draft_sampling='greedy'`, or `seed` of the training "
+        "arguments",
     ),
 }
 
@@ -64,7 +72,6 @@ HONOURED_PARAMETERS = (
     "stop",
     "include_stop_str_in_output",
     "stop_token_ids",
-    "min_tokens",
     "max_tokens",
     "ignore_eos",
     "bad_words",
@@ -107,7 +114,7 @@ def check_sampling_parameters(parameters: Mapping[str, Any], source: str, adapti
         source (`str`):
             Where they come from, for the message.
         adaptive (`bool`, *optional*, defaults to `True`):
-            Whether the number of draft tokens may change from step to step.
+            Whether the number of draft tokens may change from step to step, or drafts are drawn at random.
     """
     refused = REFUSED_PARAMETERS | (REFUSED_WITH_ADAPTIVE_LENGTHS if adaptive else {})
     for name, (unset, remedy) in refused.items():

@@ -155,15 +155,23 @@ class RolloutLoop:
         self._last = None
         self._context_tokens = 0  # what the last rollout ended with is gone
         finished = []
-        while self.engine.has_unfinished_requests():
-            outputs, step = self.engine.step()
-            for output in outputs:
-                if output.finished:
-                    finished.append(output)
-                    self._remember(output)
-            if step is not None:
-                self._observe(step)
+        try:
+            while self.engine.has_unfinished_requests():
+                finished += self._step()
+        except BaseException:  # an interrupt in a notebook, whose next cell goes on with this engine
+            self.engine.abort_unfinished()
+            raise
         return sorted(finished, key=lambda output: int(output.request_id))
+
+    def _step(self) -> list["RequestOutput"]:
+        """Runs one engine step; returns the requests that have finished in it."""
+        outputs, step = self.engine.step()
+        finished = [output for output in outputs if output.finished]
+        for output in finished:
+            self._remember(output)
+        if step is not None:
+            self._observe(step)
+        return finished
 
     def _remember(self, output: "RequestOutput") -> None:
         """Gives the answer to the n-gram drafter, for the samples of the same prompt that still run or will."""
