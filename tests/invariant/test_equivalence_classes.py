@@ -145,7 +145,6 @@ def test_sync_twice_equals_once(trained, monkeypatch):
     generation = trained.vllm_generation
     # A bandit's choices differ from pass to pass, the verified shapes with them, and so the last bit of a log-prob.
     monkeypatch.setattr(generation.rollout_loop, "selector", FixedSelector(Strategy("eagle3", 3)))
-    monkeypatch.setattr(generation.rollout_loop, "learning", False)
 
     def observe():
         prompts = [{"prompt_token_ids": [4 + i, 9, 10]} for i in range(8)]
