@@ -312,6 +312,20 @@ class TLTGRPOTrainer(DrafterSaving, GRPOTrainer):
     def _interval(self, name: str) -> AbstractContextManager:
         return nullcontext() if self.timeline is None else self.timeline.interval(name)
 
+    def train(self, *args, **kwargs):
+        self._undo_preparation_for_evaluation()
+        return super().train(*args, **kwargs)
+
+    def _undo_preparation_for_evaluation(self) -> None:
+        """
+        An evaluation before the training prepares the bare model, without DDP, and marks it as prepared; accelerate
+        then never wraps it, and every rank trains a policy of its own (transformers 5.17, accelerate 1.15).
+        """
+        has_ddp = self.accelerator.use_distributed and not (self.is_deepspeed_enabled or self.is_fsdp_enabled)
+        if has_ddp and vars(self.model).pop("_is_accelerate_prepared", False):
+            # Also takes off the autocast around `forward`, which the second preparation puts on again.
+            self.model = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
+
     # ---- rollout ---------------------------------------------------------------------------------------------------
 
     def _generate(self, prompts: list):

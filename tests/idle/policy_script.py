@@ -26,12 +26,15 @@ class StragglingTrainer(TLTGRPOTrainer):
 
 def main():
     policy, output_dir, options = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+    evaluate_first = options.pop("evaluate_first", False)
     rank = int(os.environ["LOCAL_RANK"])
     cores = sorted(os.sched_getaffinity(0))
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[i % len(cores)]) for i in range(2))
     args = colocated_arguments(output_dir, speculation_selector="fixed", speculation_activation_threshold=0, **options)
-    trainer = StragglingTrainer(policy, text_reward, args, prompts())
+    trainer = StragglingTrainer(policy, text_reward, args, prompts(), eval_dataset=prompts(4))
     drafter_before = [parameter.detach().clone() for parameter in trainer.drafter.parameters()]
+    if evaluate_first:
+        trainer.evaluate()
     trainer.train()
     torch.save(trainer.accelerator.unwrap_model(trainer.model).state_dict(), f"{output_dir}/policy_{rank}.pt")
     result = {
