@@ -204,9 +204,7 @@ def main() -> None:
     parser.add_argument("--num_draft_tokens", type=int, default=5)
     parser.add_argument("--warmup_tokens", type=int, default=8000, help="of answers to warm the drafter up with")
     parser.add_argument("--jump_tokens", type=int, default=ColdStartConfig.max_tokens, help="tokens of the jump")
-    parser.add_argument(
-        "--drafter_time_budget", type=float, default=0.25, help="share of a step, as waiting would give"
-    )
+    parser.add_argument("--drafter_time_budget", type=float, default=0.25, help="share of a step")
     parser.add_argument("--feature_max_age", type=int, default=4, help="rollouts that features are trained on")
     parser.add_argument("--seed", type=int, default=0)
     for name in ("--variant", "--policy", "--drafter"):

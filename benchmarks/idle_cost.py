@@ -6,10 +6,10 @@ What drafter training in the time of waiting adds to a run: every step with it, 
 Two processes with a core each, the demo's policy and tasks. Every step is done twice, one right after the other, with
 the drafter trained in one of the two; which comes first changes from pair to pair. The learning rate is zero, no draft
 token is proposed and both steps of a pair get the same prompts and seed, so that they are the same work, bit for bit;
-the program stops when they are not. What other programs on the machine do then hits both much alike.
+the program ends with an error when they were not. What other programs on the machine do then hits both much alike.
 
 On a CPU it needs an allocator that keeps what it has, as `make` sets it. With glibc's defaults every large tensor is
-fresh memory, 18 to 35 % of the policy's training are page faults, and what the drafter frees is faulted in again.
+fresh memory, a third of the policy's training is system time, and what the drafter frees is faulted in again.
 
 The time of a step is TRL's `step_time`: rollout, scoring and all passes of the policy, without the optimiser's step.
 """

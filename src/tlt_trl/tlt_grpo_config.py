@@ -265,7 +265,7 @@ class TLTGRPOConfig(GRPOConfig):
         default=False,
         metadata={
             "help": "Whether every rank writes what it did when to `<output_dir>/timeline/rank_<n>.jsonl`, for "
-            "`tlt-trl timeline`. Costs some ten lines a step."
+            "`tlt-trl timeline`. Costs some fifteen lines a step."
         },
     )
     drafter_push_to_hub: bool = field(
