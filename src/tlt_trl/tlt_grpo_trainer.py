@@ -323,8 +323,9 @@ class TLTGRPOTrainer(DrafterSaving, GRPOTrainer):
         """
         has_ddp = self.accelerator.use_distributed and not (self.is_deepspeed_enabled or self.is_fsdp_enabled)
         if has_ddp and vars(self.model).pop("_is_accelerate_prepared", False):
-            # Also takes off the autocast around `forward`, which the second preparation puts on again.
-            self.model = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
+            # Nor is there to be a second autocast around the first. Not `unwrap_model`: it also takes off TRL's patch.
+            if "_original_forward" in vars(self.model):
+                self.model.forward = vars(self.model).pop("_original_forward")
 
     # ---- rollout ---------------------------------------------------------------------------------------------------
 

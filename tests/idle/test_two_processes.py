@@ -89,8 +89,9 @@ class TestTwoProcesses:
                 assert before.end_s <= after.start_s + 1e-5
 
 
-def test_ranks_train_one_policy_after_an_evaluation(tmp_path):
+@pytest.mark.parametrize("bf16", [False, True])
+def test_ranks_train_one_policy_after_an_evaluation(tmp_path, bf16):
     policy = save_tiny_policy(tmp_path / "policy", vocab_size=64, num_layers=2)
-    results, _ = train(policy, tmp_path / "run", evaluate_first=True)  # which compares the ranks' weights
+    results, _ = train(policy, tmp_path / "run", evaluate_first=True, bf16=bf16)  # which compares the ranks' weights
     norms = [[log["grad_norm"] for log in result["logs"]] for result in results]
     assert norms[0] == norms[1] and len(norms[0]) == 3
