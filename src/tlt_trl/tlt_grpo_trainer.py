@@ -510,16 +510,19 @@ class TLTGRPOTrainer(DrafterSaving, GRPOTrainer):
     # ---- features --------------------------------------------------------------------------------------------------
 
     @property
+    def _generate_every(self) -> int:
+        """Micro-steps of one generation, which serves `num_iterations` passes over `steps_per_generation` of them."""
+        return self.args.steps_per_generation * self.num_iterations
+
+    @property
     def _policy_steps_per_rollout(self) -> int:
-        """At least 1; in TRL one generation serves `num_iterations` passes over `steps_per_generation` micro-steps."""
-        generate_every = self.args.steps_per_generation * self.num_iterations
-        return math.ceil(generate_every / self.args.gradient_accumulation_steps)
+        """At least 1."""
+        return math.ceil(self._generate_every / self.args.gradient_accumulation_steps)
 
     @property
     def _has_scoring_pass(self) -> bool:
         """Whether TRL runs the policy without gradients over every generation (its condition, word for word)."""
-        generate_every = self.args.steps_per_generation * self.num_iterations
-        return self.args.gradient_accumulation_steps % generate_every != 0 or (
+        return self.args.gradient_accumulation_steps % self._generate_every != 0 or (
             self.use_vllm and self.vllm_importance_sampling_correction
         )
 
@@ -558,8 +561,7 @@ class TLTGRPOTrainer(DrafterSaving, GRPOTrainer):
         if self._has_scoring_pass:
             return self._record_next_scoring_pass and not torch.is_grad_enabled()
         # Without a scoring pass the features come from the loss, in the first of `num_iterations` passes only.
-        generate_every = self.args.steps_per_generation * self.num_iterations
-        return torch.is_grad_enabled() and self._step % generate_every < self.args.steps_per_generation
+        return torch.is_grad_enabled() and self._step % self._generate_every < self.args.steps_per_generation
 
 
 class OptimizerStepInterval(TrainerCallback):
