@@ -49,11 +49,11 @@ test: $(STAMP)
 
 bench: $(STAMP)
 	@$(MAKE) --no-print-directory run ARGS="benchmarks/selector_overhead.py"
-	@$(MAKE) --no-print-directory run ARGS="-m tlt_trl.strategy.simulator"
+	@$(MAKE) --no-print-directory run ARGS="-m tlt_trl.tools.simulator"
 
 bench-strategies: $(STAMP)
 	@$(MAKE) --no-print-directory run ARGS="benchmarks/strategies.py --output runs/bench_strategies"
-	@$(MAKE) --no-print-directory run ARGS="-m tlt_trl.cli bench strategies --json --output runs/bench_strategies/raw.json"
+	@$(MAKE) --no-print-directory run ARGS="-m tlt_trl.tools.cli bench strategies --json --output runs/bench_strategies/raw.json"
 
 bench-adaptive: $(STAMP)
 	@$(MAKE) --no-print-directory run ARGS="benchmarks/adaptive_drafter.py --output runs/adaptive_drafter.json"

@@ -47,7 +47,8 @@ def main() -> None:
         write(warmup_prompts, make_dataset("train", 512))
         subprocess.run(
             [
-                sys.executable, "-m", "tlt_trl.cli", "warmup", "--model", str(tuned), "--prompts", str(warmup_prompts),
+                sys.executable, "-m", "tlt_trl.tools.cli", "warmup", "--model", str(tuned),
+                "--prompts", str(warmup_prompts),
                 "--output", str(drafter), "--tokens", str(args.warmup_tokens), "--epochs", "3",
                 "--draft_vocab_size", "2048",
             ],

@@ -34,7 +34,7 @@ from tlt_trl.telemetry.timeline import POLICY_TRAINING, SCORING, read_timelines,
 
 # What comes out of a warm-up changes with them.
 PACKAGE = Path(tlt_trl.__file__).parent
-WARMUP_SOURCES = [PACKAGE / "warmup.py", *sorted((PACKAGE / "drafter").glob("*.py"))]
+WARMUP_SOURCES = [PACKAGE / "tools" / "warmup.py", *sorted((PACKAGE / "drafter").glob("*.py"))]
 
 # What suits a 135M policy on two CPU cores; the command line overrides each of them.
 DEFAULTS = {
@@ -125,7 +125,7 @@ def run_tool(*arguments: str) -> dict:
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         # The launcher sets one thread for each of several processes; a tool runs alone.
         environment.pop("OMP_NUM_THREADS", None)
-    command = [sys.executable, "-m", "tlt_trl.cli", *arguments]
+    command = [sys.executable, "-m", "tlt_trl.tools.cli", *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -23,7 +23,7 @@ def train(policy_dir: str, output_dir: str, json_file: str) -> None:
 
     from tests.test_tlt_grpo_trainer import colocated_arguments, prompts, text_reward
     from tlt_trl import Drafter, TLTGRPOTrainer
-    from tlt_trl.drafter.warmup import DrafterWarmup
+    from tlt_trl.drafter.pretraining import DrafterWarmup
 
     torch.manual_seed(0)
     policy = AutoModelForCausalLM.from_pretrained(policy_dir, dtype=torch.float32)

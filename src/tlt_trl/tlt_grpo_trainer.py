@@ -21,7 +21,7 @@ from .drafter.initialization import parameters_to_read
 from .drafter.modeling_drafter import Drafter
 from .drafter.vocabulary import most_frequent_token_ids
 from .drafter_saving import DrafterSaving
-from .generation.lossless import check_sampling_parameters
+from .generation.sampling_parameters import check_sampling_parameters
 from .generation.speculative_generation import SpeculativeVLLMGeneration
 from .idle.averaging import average_by_tokens, check_identical
 from .idle.spot_training import MAX_STEP_S, BackgroundTraining, train_safely, train_until_all_finished

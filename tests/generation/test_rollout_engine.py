@@ -7,8 +7,8 @@ from transformers import AutoModelForCausalLM
 
 from tlt_trl.drafter.checkpoint import save_drafter
 from tlt_trl.drafter.modeling_drafter import Drafter
-from tlt_trl.drafter.ngram import NgramDrafter
 from tlt_trl.generation.engine import RolloutEngine, WeightMismatchError
+from tlt_trl.generation.lookup import NgramDrafter
 from tlt_trl.generation.rollout_loop import RolloutLoop
 from tlt_trl.generation.standalone import build_llm, completion_ids
 from tlt_trl.strategy import Strategy, make_selector

@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tlt_trl.drafter import Drafter, DrafterTrainer, FeatureBuffer, FeatureRecorder, save_drafter
+from tlt_trl.generation.canary import chi_square_p_value, exact_probabilities
 from tlt_trl.generation.engine import RolloutEngine
-from tlt_trl.generation.lossless import chi_square_p_value, exact_probabilities
 from tlt_trl.generation.standalone import build_llm
 
 

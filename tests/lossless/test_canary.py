@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tlt_trl.generation.lossless import (
+from tlt_trl.generation.canary import (
     ENGINE_LOGPROB_TOLERANCES,
     check_engine_logprobs,
     check_sampler,

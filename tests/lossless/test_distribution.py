@@ -18,7 +18,7 @@ from lossless_tools import (
     sequence_probabilities,
 )
 
-from tlt_trl.drafter.ngram import NgramDrafter
+from tlt_trl.generation.lookup import NgramDrafter
 
 
 pytest.importorskip("vllm")

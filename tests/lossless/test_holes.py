@@ -20,8 +20,8 @@ from lossless_tools import (
 from torch import Tensor
 
 from tlt_trl import TLTGRPOConfig
-from tlt_trl.generation.lossless import REFUSED_PARAMETERS, check_sampling_parameters
 from tlt_trl.generation.rollout_loop import RolloutLoop
+from tlt_trl.generation.sampling_parameters import REFUSED_PARAMETERS, check_sampling_parameters
 from tlt_trl.strategy import Strategy, make_selector
 from tlt_trl.tlt_grpo_trainer import _check_sampling
 

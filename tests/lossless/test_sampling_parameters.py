@@ -12,13 +12,13 @@ import pytest
 import torch
 from lossless_tools import SIGNIFICANCE, VOCAB_SIZE, rollout_p_value, sequence_p_value, sequence_probabilities
 
-from tlt_trl.generation.lossless import (
+from tlt_trl.generation.canary import exact_probabilities
+from tlt_trl.generation.rollout_loop import RolloutLoop
+from tlt_trl.generation.sampling_parameters import (
     REFUSED_PARAMETERS,
     REFUSED_WITH_ADAPTIVE_LENGTHS,
     check_sampling_parameters,
-    exact_probabilities,
 )
-from tlt_trl.generation.rollout_loop import RolloutLoop
 from tlt_trl.strategy import Strategy, make_selector
 
 

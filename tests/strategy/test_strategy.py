@@ -126,6 +126,6 @@ def test_invalid_update_changes_nothing(name, arguments, message):
 
 
 def test_importing_the_room_imports_neither_torch_nor_vllm():
-    code = "import sys, tlt_trl.strategy.simulator; print([m for m in ('torch', 'vllm', 'trl') if m in sys.modules])"
+    code = "import sys, tlt_trl.tools.simulator; print([m for m in ('torch', 'vllm', 'trl') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

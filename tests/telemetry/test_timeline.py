@@ -3,7 +3,6 @@ import json
 
 import pytest
 
-from tlt_trl.cli import main
 from tlt_trl.telemetry.timeline import (
     DRAFTER_TRAINING,
     ROLLOUT,
@@ -13,6 +12,7 @@ from tlt_trl.telemetry.timeline import (
     read_timelines,
     seconds_by_name,
 )
+from tlt_trl.tools.cli import main
 
 
 class ScriptedClock:

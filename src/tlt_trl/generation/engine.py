@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from packaging.specifiers import SpecifierSet
 
-from ..drafter.ngram import NgramDrafter
-from . import cpu_backend
-from .read_back import (
+from ..vllm_internals import cpu
+from ..vllm_internals.read_back import (
     Fingerprint,
     bits_checksum,
     compare_fingerprints,
     fingerprint_of_module,
     fingerprint_of_weight,
 )
+from .lookup import NgramDrafter
 
 
 if TYPE_CHECKING:
@@ -281,7 +281,7 @@ class RolloutEngine:
             Engine built in this process (`distributed_executor_backend="external_launcher"`), with or without a
             `speculative_config`.
         fast_cpu_sampling (`bool`, *optional*, defaults to `True`):
-            On CPU, let this engine sample by [`~cpu_backend.sample_by_inversion`]. `False` keeps vLLM's sampler, to
+            On CPU, let this engine sample by [`~cpu.sample_by_inversion`]. `False` keeps vLLM's sampler, to
             measure what speculation alone gains.
 
     Raises:
@@ -326,7 +326,7 @@ class RolloutEngine:
             if self.can_look_up:
                 self._look_up_draft_tokens()
         if self.is_cpu and fast_cpu_sampling:
-            cpu_backend.sample_by_inversion(self._require("sampler.topk_topp_sampler", self._runner))
+            cpu.sample_by_inversion(self._require("sampler.topk_topp_sampler", self._runner))
 
     # ---- start-up checks -------------------------------------------------------------------------------------------
 

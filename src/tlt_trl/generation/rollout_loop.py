@@ -5,9 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ..drafter.ngram import NgramDrafter
 from ..strategy import StepLedger, Strategy
 from .engine import EngineStep, RolloutEngine
+from .lookup import NgramDrafter
 
 
 if TYPE_CHECKING:

@@ -18,7 +18,8 @@ from ..drafter.initialization import inner_language_model
 from ..strategy import Strategy
 from ..telemetry.alarms import Alarms
 from ..telemetry.timeline import WEIGHT_SYNC, Timeline
-from . import cpu_backend
+from ..vllm_internals import cpu
+from .canary import InexactEngineError, failure_message, run_canary
 from .cuda_graphs import plan_cuda_graphs
 from .engine import (
     RolloutEngine,
@@ -30,7 +31,6 @@ from .engine import (
     no_auxiliary_states_message,
     supports_eagle3,
 )
-from .lossless import InexactEngineError, failure_message, run_canary
 from .rollout_loop import RolloutLoop
 
 
@@ -96,7 +96,7 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
             return super()._init_vllm()
 
         check_vllm_version()
-        cpu_backend.register()  # the plugin entry point does it too, but only for an installed package
+        cpu.register()  # the plugin entry point does it too, but only for an installed package
         choose_model_runner()
         keep_drafter_head()
         _refuse_quantized(self.model)

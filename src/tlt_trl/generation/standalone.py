@@ -6,7 +6,7 @@ import socket
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from . import cpu_backend
+from ..vllm_internals import cpu
 from .engine import check_vllm_version, choose_model_runner, keep_drafter_head
 from .speculative_generation import make_rollout_llm_class, speculative_config
 
@@ -59,7 +59,7 @@ def build_llm(
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("MASTER_PORT", str(free_port()))
-    cpu_backend.register()
+    cpu.register()
     choose_model_runner()
     keep_drafter_head()
     from vllm import LLM

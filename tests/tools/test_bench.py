@@ -4,12 +4,12 @@ import sys
 
 import pytest
 import torch
+from tests.conftest import environment_of_its_own
 from transformers import AutoModelForCausalLM
 
-from tests.conftest import environment_of_its_own
-from tlt_trl.bench import TimedRollout, compare_rollouts, format_table, speedup, strategy_table
-from tlt_trl.cli import main
 from tlt_trl.drafter import Drafter, save_drafter
+from tlt_trl.tools.bench import TimedRollout, compare_rollouts, format_table, speedup, strategy_table
+from tlt_trl.tools.cli import main
 
 
 def rollouts(*tokens_per_s):
@@ -74,7 +74,7 @@ def test_strategies_of_a_tiny_policy(tiny_policy_dir, tmp_path):
     raw = tmp_path / "raw.json"
     arguments += ["--warmup_rounds", "1", "--max_num_seqs", "2", "--json", "--output", str(raw)]
     # Two engines, whose memory goes with their process.
-    command = [sys.executable, "-m", "tlt_trl.cli", "bench", "strategies", *arguments]
+    command = [sys.executable, "-m", "tlt_trl.tools.cli", "bench", "strategies", *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment_of_its_own())
     (table,) = json.loads(done.stdout.splitlines()[-1])["tables"]
     assert [row["name"] for row in table["rows"]] == ["plain", "off", "eagle3 x1", "eagle3 x2", "ngram x4", "adaptive"]

@@ -6,12 +6,12 @@ import sys
 
 import pytest
 from datasets import Dataset
+from tests.conftest import environment_of_its_own
 from transformers import AutoConfig
 
-from tests.conftest import environment_of_its_own
 from tlt_trl import Drafter
 from tlt_trl.generation.engine import UnsupportedEngineError
-from tlt_trl.warmup import warm_up
+from tlt_trl.tools.warmup import warm_up
 
 
 pytest.importorskip("vllm")
@@ -26,7 +26,7 @@ def run(policy: str, tmp_path, **changes) -> dict:
     } | changes  # fmt: skip
     rows = [{"question": f"w{5 + i} w{6 + i} w{7 + i}"} for i in range(6)]
     Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
-    command = [sys.executable, "-m", "tlt_trl.cli", "warmup", "--model", policy]
+    command = [sys.executable, "-m", "tlt_trl.tools.cli", "warmup", "--model", policy]
     command += [str(part) for name, value in options.items() for part in (f"--{name}", value)]
     done = subprocess.run(command, env=environment_of_its_own(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]

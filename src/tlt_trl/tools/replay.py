@@ -16,9 +16,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from . import make_selector
-from .selector import Selector
-from .strategy import Strategy, bucket_edges, bucket_index, with_off
+from ..strategy import make_selector
+from ..strategy.selector import Selector
+from ..strategy.strategy import Strategy, bucket_edges, bucket_index, with_off
 
 
 @dataclass(frozen=True, slots=True)

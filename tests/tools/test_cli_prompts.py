@@ -6,8 +6,8 @@ import pytest
 from datasets import Dataset
 from transformers import AutoTokenizer
 
-from tlt_trl import cli
-from tlt_trl.cli import main, read_dataset_prompts, read_prompts
+from tlt_trl.tools import cli
+from tlt_trl.tools.cli import main, read_dataset_prompts, read_prompts
 
 
 ROWS = [{"prompt": "w5 w6"}, {"prompt": "w7"}]

@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from tlt_trl.drafter.ngram import NgramDrafter
+from tlt_trl.generation.lookup import NgramDrafter
 
 
 PROMPT = [1, 2, 3]

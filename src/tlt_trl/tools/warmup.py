@@ -20,14 +20,14 @@ import torch
 from tqdm.auto import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from .drafter.checkpoint import run_facts, save_drafter
-from .drafter.hub import write_model_card
-from .drafter.modeling_drafter import Drafter
-from .drafter.warmup import DrafterWarmup, draft_token_ids_for
-from .generation.engine import RolloutEngine, UnsupportedEngineError, no_auxiliary_states_message, supports_eagle3
-from .generation.rollout_loop import RolloutLoop
-from .generation.standalone import build_llm, completion_ids
-from .strategy import Strategy, make_selector
+from ..drafter.checkpoint import run_facts, save_drafter
+from ..drafter.hub import write_model_card
+from ..drafter.modeling_drafter import Drafter
+from ..drafter.pretraining import DrafterWarmup, draft_token_ids_for
+from ..generation.engine import RolloutEngine, UnsupportedEngineError, no_auxiliary_states_message, supports_eagle3
+from ..generation.rollout_loop import RolloutLoop
+from ..generation.standalone import build_llm, completion_ids
+from ..strategy import Strategy, make_selector
 
 
 if TYPE_CHECKING:

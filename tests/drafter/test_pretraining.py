@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tlt_trl import Drafter
-from tlt_trl.drafter.warmup import DrafterWarmup, draft_token_ids_for
+from tlt_trl.drafter.pretraining import DrafterWarmup, draft_token_ids_for
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_the_learning_rate_falls_to_zero_by_the_nearer_limit(policy, monkeypatch
 
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(warmup.trainer, "step", step)
-    monkeypatch.setattr("tlt_trl.drafter.warmup.time.perf_counter", lambda: clock.now)
+    monkeypatch.setattr("tlt_trl.drafter.pretraining.time.perf_counter", lambda: clock.now)
     # 8 answers of 20 tokens: ten steps, of a second each.
     warmup.train(epochs=0.2)
     warmup.train(epochs=1, max_seconds=float("inf") if limit == "tokens" else 6.0, decay=True)

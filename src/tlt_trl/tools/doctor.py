@@ -14,13 +14,9 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from .drafter import Drafter, load_drafter, save_drafter
-from .generation.lossless import (
-    HONOURED_PARAMETERS,
-    REFUSED_PARAMETERS,
-    REFUSED_WITH_ADAPTIVE_LENGTHS,
-    run_canary,
-)
+from ..drafter import Drafter, load_drafter, save_drafter
+from ..generation.canary import run_canary
+from ..generation.sampling_parameters import HONOURED_PARAMETERS, REFUSED_PARAMETERS, REFUSED_WITH_ADAPTIVE_LENGTHS
 
 
 MAX_NUM_SEQS = 64
@@ -84,7 +80,7 @@ def check_device() -> Iterator[Finding]:
 
 def check_model(model: str) -> Iterator[Finding]:
     """Whether vLLM can draft for this policy at all."""
-    from .generation.engine import no_auxiliary_states_message, supports_eagle3
+    from ..generation.engine import no_auxiliary_states_message, supports_eagle3
 
     architectures = AutoConfig.from_pretrained(model).architectures or []
     name = ", ".join(architectures)
@@ -111,8 +107,8 @@ def prepare_drafter(model: str, drafter: str | None, directory: str) -> tuple[st
 
 def check_engine(model: str, drafter: str, **engine_kwargs) -> Iterator[Finding]:
     """The canary, in an engine built as the trainer builds it, and what the KV cache has room for."""
-    from .generation.engine import RolloutEngine
-    from .generation.standalone import build_llm
+    from ..generation.engine import RolloutEngine
+    from ..generation.standalone import build_llm
 
     llm = build_llm(
         model,

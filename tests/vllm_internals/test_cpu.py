@@ -4,7 +4,7 @@ import sys
 import pytest
 import torch
 
-from tlt_trl.generation import cpu_backend
+from tlt_trl.vllm_internals import cpu as cpu_backend
 
 
 vllm = pytest.importorskip("vllm")
@@ -18,7 +18,7 @@ import torch
 from vllm.platforms import current_platform
 current_platform.import_kernels()
 from vllm.utils import cpu_triton_utils
-from tlt_trl.generation import cpu_backend
+from tlt_trl.vllm_internals import cpu as cpu_backend
 print(cpu_backend.expand_works(cpu_triton_utils._expand_kernel_impl))
 cpu_backend.register()
 print(cpu_backend.expand_works(cpu_triton_utils._expand_kernel_impl))
@@ -72,7 +72,7 @@ def test_switch_for_tests_leaves_the_fault_in_place():
 
 def test_overrides_are_registered_once():
     code = """
-from tlt_trl.generation import cpu_backend
+from tlt_trl.vllm_internals import cpu as cpu_backend
 from vllm.triton_utils import dispatcher
 calls = []
 original = dispatcher.register_kernels
@@ -115,7 +115,7 @@ def reference_residual(target, draft, draft_probs):
 
 @pytest.mark.parametrize("probabilistic", [False, True])
 def test_recovered_tokens_follow_the_residual(probabilistic):
-    from tlt_trl.generation.lossless import chi_square_p_value
+    from tlt_trl.generation.canary import chi_square_p_value
 
     torch.manual_seed(0)
     target = (2 * torch.randn(4, 12)).softmax(-1)

@@ -1,8 +1,8 @@
 """
 Synthetic rollouts with fixed seeds, an oracle that knows the best arm of every step, and the regret of each selector.
 
-    python -m tlt_trl.strategy.simulator                       # the table of docs/adaptive_engine.md
-    python -m tlt_trl.strategy.simulator --replay steps.jsonl  # a recorded run instead (see replay.py)
+    python -m tlt_trl.tools.simulator                       # the table of docs/adaptive_engine.md
+    python -m tlt_trl.tools.simulator --replay steps.jsonl  # a recorded run instead (see replay.py)
 
 The number of tokens of a world is fixed by its seed, so the score, tokens/s relative to the oracle, is the oracle's
 seconds over the selector's. Machine drift and acceptance follow the tokens done, not the clock, so every selector
@@ -21,10 +21,10 @@ from functools import cache
 
 import numpy as np
 
-from . import make_selector
+from ..strategy import make_selector
+from ..strategy.selector import Selector
+from ..strategy.strategy import Strategy, bucket_edges, bucket_index
 from .replay import replay_table
-from .selector import Selector
-from .strategy import Strategy, bucket_edges, bucket_index
 
 
 # Measured milliseconds per token of a co-located engine (SmolLM2, 2 threads, speculating and plain taking turns), for

@@ -1,5 +1,5 @@
 """
-Is this engine exact under speculation? A canary that asks the engine itself, and the sampling parameters it refuses.
+Is this engine exact under speculation? A canary that asks the engine itself.
 
 Speculative sampling (arXiv 2211.17192) leaves the sampled distribution as it is, if the engine implements it. Engines
 got it wrong quietly: a temperature read from uninitialised memory, log-probs shifted, a greedy check under sampling.
@@ -7,9 +7,9 @@ The text still looks right; what is learnt from it is not.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -35,51 +35,6 @@ ENGINE_LOGPROB_TOLERANCES = {
     torch.float32: {"mean": 1e-3, "max": 2e-2},
 }
 
-# Parameters that vLLM does not honour while it speculates: the value that means "unset", and what to do instead.
-# tests/lossless/test_sampling_parameters.py has one test per parameter against a plain run; what fails there is here.
-REFUSED_PARAMETERS = {
-    "min_p": (0.0, "vLLM refuses it with speculative decoding; use `top_p`, or `top_k`, or TRL's GRPOTrainer"),
-    "logit_bias": ({}, "vLLM refuses it with speculative decoding; use `bad_words` or `allowed_token_ids`"),
-    "min_tokens": (
-        0,
-        "vLLM does not count the draft tokens accepted in the same step and suppresses the end too long; leave it "
-        "out, or use TRL's GRPOTrainer",
-    ),
-    "thinking_token_budget": (None, "it was not checked with speculation; use TRL's GRPOTrainer"),
-    "repetition_detection": (None, "it was not checked with speculation; use TRL's GRPOTrainer"),
-}
-# Honoured only while every step drafts the same number of tokens, greedily.
-REFUSED_WITH_ADAPTIVE_LENGTHS = {
-    "seed": (
-        None,
-        "a request draws as many random numbers as its drafts are long, and those lengths follow measured times, so "
-        "the same seed gives other tokens; probabilistic drafts are drawn without it. Use "
-        "`speculation_selector='fixed'` without a threshold and `draft_sampling='greedy'`, or `seed` of the training "
-        "arguments",
-    ),
-}
-
-
-# Under speculation these do what they do in a plain run; one test each.
-HONOURED_PARAMETERS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "n",
-    "stop",
-    "include_stop_str_in_output",
-    "stop_token_ids",
-    "max_tokens",
-    "ignore_eos",
-    "bad_words",
-    "allowed_token_ids",
-    "structured_outputs",
-    "logprobs",
-)
-
 
 class InexactEngineError(RuntimeError):
     """The engine's speculative sampling does not follow the policy's distribution."""
@@ -102,27 +57,6 @@ class CanaryResult:
     name: str
     ok: bool
     detail: str
-
-
-def check_sampling_parameters(parameters: Mapping[str, Any], source: str, adaptive: bool = True) -> None:
-    """
-    Refuses sampling parameters that the engine would not honour under speculation.
-
-    Args:
-        parameters (`Mapping[str, Any]`):
-            Parameters by name; those that are `None` or at the value that means "unset" are fine.
-        source (`str`):
-            Where they come from, for the message.
-        adaptive (`bool`, *optional*, defaults to `True`):
-            Whether the number of draft tokens may change from step to step, or drafts are drawn at random.
-    """
-    refused = REFUSED_PARAMETERS | (REFUSED_WITH_ADAPTIVE_LENGTHS if adaptive else {})
-    for name, (unset, remedy) in refused.items():
-        value = parameters.get(name)
-        if value is not None and value != unset:
-            raise ValueError(
-                f"`{name}={value!r}` ({source}) cannot be used with speculation, in training or evaluation: {remedy}."
-            )
 
 
 def exact_probabilities(logits: Tensor, temperature: float, top_p: float = 1.0, top_k: int = 0) -> Tensor:

@@ -7,16 +7,16 @@ import sys
 import pytest
 from tests.conftest import environment_of_its_own
 
-from tlt_trl import doctor
-from tlt_trl.doctor import Finding, as_table, check_model, check_versions, prepare_drafter
-from tlt_trl.generation.cpu_backend import SKIP_VARIABLE
+from tlt_trl.tools import doctor
+from tlt_trl.tools.doctor import Finding, as_table, check_model, check_versions, prepare_drafter
+from tlt_trl.vllm_internals.cpu import SKIP_VARIABLE
 
 
 pytest.importorskip("vllm")
 
 
 def run(*args, **env):
-    command = [sys.executable, "-m", "tlt_trl.cli", "doctor", *args]
+    command = [sys.executable, "-m", "tlt_trl.tools.cli", "doctor", *args]
     environment = environment_of_its_own() | env
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=300)
 

@@ -5,8 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from tlt_trl.strategy import make_selector, simulator
-from tlt_trl.strategy.replay import replay_table
+from tlt_trl.strategy import make_selector
+from tlt_trl.tools import simulator
+from tlt_trl.tools.replay import replay_table
 
 
 def test_step_seconds_is_the_measured_table():
@@ -40,7 +41,7 @@ def test_the_oracle_beats_every_fixed_strategy():
 
 @pytest.fixture(scope="module")
 def scores():
-    """{scenario: {player: score}} of one world each; `python -m tlt_trl.strategy.simulator` averages more of them."""
+    """{scenario: {player: score}} of one world each; `python -m tlt_trl.tools.simulator` averages more of them."""
     return simulator.table((11,), ("off", "beg_mab", "cost_model", "auto"))
 
 

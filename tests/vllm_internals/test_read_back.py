@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from tlt_trl.generation.read_back import (
+from tlt_trl.vllm_internals.read_back import (
     bits_checksum,
     compare_fingerprints,
     fingerprint_of_module,

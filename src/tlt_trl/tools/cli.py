@@ -229,10 +229,10 @@ def run_bench_strategies(args: argparse.Namespace) -> int:
 def _bench_strategies(case: dict, args: argparse.Namespace) -> tuple[dict, dict]:
     from transformers import AutoTokenizer
 
+    from ..generation.engine import RolloutEngine
+    from ..generation.rollout_loop import RolloutLoop
+    from ..strategy import Strategy, make_selector
     from .bench import compare_rollouts, strategy_table
-    from .generation.engine import RolloutEngine
-    from .generation.rollout_loop import RolloutLoop
-    from .strategy import Strategy, make_selector
 
     prompts = read_prompts(Path(case["prompts"]), AutoTokenizer.from_pretrained(case["model"]))
     longest = max([*args.draft_tokens, *args.ngram_draft_tokens])
@@ -260,10 +260,10 @@ def _bench_strategies(case: dict, args: argparse.Namespace) -> tuple[dict, dict]
 def run_bench_rollout(args: argparse.Namespace) -> int:
     from transformers import AutoTokenizer
 
+    from ..generation.engine import RolloutEngine
+    from ..generation.rollout_loop import RolloutLoop
+    from ..strategy import Strategy, make_selector
     from .bench import compare_rollouts, speedup
-    from .generation.engine import RolloutEngine
-    from .generation.rollout_loop import RolloutLoop
-    from .strategy import Strategy, make_selector
 
     prompts = read_prompts(args.prompts, AutoTokenizer.from_pretrained(args.model))
     prompts = [prompts[i % len(prompts)] for i in range(args.num_prompts)]
@@ -305,7 +305,7 @@ def run_bench_rollout(args: argparse.Namespace) -> int:
 
 def _engine_pair(model: str, drafter: str, prompts, max_completion_length: int, args, **speculative_kwargs):
     """A plain engine and one with a drafter, in this process and with room for the same requests."""
-    from .generation.standalone import build_llm
+    from ..generation.standalone import build_llm
 
     shape = {
         "max_num_seqs": args.max_num_seqs,
@@ -319,7 +319,7 @@ def _competitor(llm, loop, **sampling):
     """What [`~tlt_trl.bench.compare_rollouts`] times: an engine, stepped by a loop if there is one."""
     import torch
 
-    from .generation.standalone import completion_ids
+    from ..generation.standalone import completion_ids
 
     def generate(prompts: Sequence[list[int]], seed: int) -> list[list[int]]:
         torch.manual_seed(seed)  # the engines live in this process and sample from its random state
@@ -364,7 +364,7 @@ def _add_timeline(commands) -> None:
 
 
 def run_timeline(args: argparse.Namespace) -> int:
-    from .telemetry.timeline import draw_timelines, read_timelines, seconds_by_name
+    from ..telemetry.timeline import draw_timelines, read_timelines, seconds_by_name
 
     try:
         timelines = read_timelines(args.folder)

@@ -1,0 +1,71 @@
+"""Sampling parameters under speculation: which are honoured, and which are refused because they would not be."""
+
+from collections.abc import Mapping
+from typing import Any
+
+
+# Parameters that vLLM does not honour while it speculates: the value that means "unset", and what to do instead.
+# tests/lossless/test_sampling_parameters.py has one test per parameter against a plain run; what fails there is here.
+REFUSED_PARAMETERS = {
+    "min_p": (0.0, "vLLM refuses it with speculative decoding; use `top_p`, or `top_k`, or TRL's GRPOTrainer"),
+    "logit_bias": ({}, "vLLM refuses it with speculative decoding; use `bad_words` or `allowed_token_ids`"),
+    "min_tokens": (
+        0,
+        "vLLM does not count the draft tokens accepted in the same step and suppresses the end too long; leave it "
+        "out, or use TRL's GRPOTrainer",
+    ),
+    "thinking_token_budget": (None, "it was not checked with speculation; use TRL's GRPOTrainer"),
+    "repetition_detection": (None, "it was not checked with speculation; use TRL's GRPOTrainer"),
+}
+# Honoured only while every step drafts the same number of tokens, greedily.
+REFUSED_WITH_ADAPTIVE_LENGTHS = {
+    "seed": (
+        None,
+        "a request draws as many random numbers as its drafts are long, and those lengths follow measured times, so "
+        "the same seed gives other tokens; probabilistic drafts are drawn without it. Use "
+        "`speculation_selector='fixed'` without a threshold and `draft_sampling='greedy'`, or `seed` of the training "
+        "arguments",
+    ),
+}
+
+
+# Under speculation these do what they do in a plain run; one test each.
+HONOURED_PARAMETERS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "n",
+    "stop",
+    "include_stop_str_in_output",
+    "stop_token_ids",
+    "max_tokens",
+    "ignore_eos",
+    "bad_words",
+    "allowed_token_ids",
+    "structured_outputs",
+    "logprobs",
+)
+
+
+def check_sampling_parameters(parameters: Mapping[str, Any], source: str, adaptive: bool = True) -> None:
+    """
+    Refuses sampling parameters that the engine would not honour under speculation.
+
+    Args:
+        parameters (`Mapping[str, Any]`):
+            Parameters by name; those that are `None` or at the value that means "unset" are fine.
+        source (`str`):
+            Where they come from, for the message.
+        adaptive (`bool`, *optional*, defaults to `True`):
+            Whether the number of draft tokens may change from step to step, or drafts are drawn at random.
+    """
+    refused = REFUSED_PARAMETERS | (REFUSED_WITH_ADAPTIVE_LENGTHS if adaptive else {})
+    for name, (unset, remedy) in refused.items():
+        value = parameters.get(name)
+        if value is not None and value != unset:
+            raise ValueError(
+                f"`{name}={value!r}` ({source}) cannot be used with speculation, in training or evaluation: {remedy}."
+            )
