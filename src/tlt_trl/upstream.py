@@ -1,0 +1,110 @@
+"""
+Every name of TRL, transformers, accelerate and torch that this package replaces, one function each.
+
+Each says why there is no other way in and until which version it is needed. Nothing is replaced for longer than it has
+to be: what is not a context manager is undone by nobody because it only adds what is missing.
+`tests/test_upstream_contract.py` checks that every name is still there.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import trainer as transformers_trainer
+from trl.generation import vllm_generation
+from trl.trainer import grpo_trainer
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, replacement)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def replaced_vllm_generation(factory: Callable[..., Any]):
+    """
+    Lets `GRPOTrainer.__init__` build another generation class, inside the context.
+
+    It takes `VLLMGeneration` from its module's globals and offers no hook (TRL 1.16).
+    """
+    return _replaced(grpo_trainer, "VLLMGeneration", factory)
+
+
+@contextmanager
+def replaced_llm(build: Callable[..., Any]) -> Iterator[None]:
+    """
+    Lets `VLLMGeneration._init_vllm` call `build(llm_class, **kwargs)` where it calls `LLM(**kwargs)`.
+
+    TRL builds the engine with a fixed keyword list and no hook for more (TRL 1.16;
+    https://github.com/huggingface/trl/pull/5605 covers server mode only).
+    """
+    llm_class = vllm_generation.LLM
+    with _replaced(vllm_generation, "LLM", lambda **kwargs: build(llm_class, **kwargs)):
+        yield
+
+
+@contextmanager
+def before_first_gather(accelerator: Any, action: Callable[[], None]) -> Iterator[None]:
+    """
+    Runs `action` before the first `accelerator.gather` inside the context.
+
+    That gather is where ranks wait for the last one to finish its rollout. It sits inside `GRPOTrainer._generate`,
+    after tools, environments and `rollout_func`, so wrapping it covers all of them; code around `_generate` would come
+    too late (TRL 1.16).
+    """
+    gather = accelerator.gather
+
+    def act_and_gather(tensor):
+        accelerator.gather = gather
+        action()
+        return gather(tensor)
+
+    with _replaced(accelerator, "gather", act_and_gather):
+        yield
+
+
+def undo_preparation_for_evaluation(model: torch.nn.Module) -> None:
+    """
+    Lets `Trainer.train` wrap a policy in DDP that an earlier evaluation has prepared without it.
+
+    `Trainer.evaluate` prepares the bare model and accelerate marks it as prepared; training then never wraps it, and
+    every rank trains a policy of its own (transformers 5.17, accelerate 1.15). Not for sharded back ends, which
+    prepare a model for both in the same way.
+    """
+    if vars(model).pop("_is_accelerate_prepared", False) and "_original_forward" in vars(model):
+        # There must not be a second autocast around the first. `unwrap_model` would also take off TRL's patch.
+        model.forward = vars(model).pop("_original_forward")
+
+
+@contextmanager
+def without_rotation_and_push(trainer: Any) -> Iterator[None]:
+    """
+    Keeps `Trainer._save_checkpoint` from deleting older checkpoints and from pushing the new one.
+
+    Both must wait until the drafter's part of the checkpoint is written, and transformers 5.17 offers no hook.
+    """
+    trainer._push_from_checkpoint = lambda folder: None
+    try:
+        with _replaced(transformers_trainer, "rotate_checkpoints", lambda **kwargs: None):
+            yield
+    finally:
+        del trainer._push_from_checkpoint
+
+
+def allow_loading_to_numbered_cpu() -> None:
+    """
+    Teaches `torch.load` the location `"cpu:0"`.
+
+    transformers 5.17 loads the policy's optimiser to `args.device`, which for several processes on CPU is `"cpu:0"`: a
+    location that torch 2.13 can save to and does not know when it loads.
+    """
+    torch.serialization.register_package(
+        priority=11,
+        tagger=lambda storage: None,
+        deserializer=lambda storage, location: storage if location.startswith("cpu:") else None,
+    )
