@@ -3,8 +3,8 @@ import os
 import pytest
 from transformers import LlamaConfig
 
-from tlt_trl.generation.engine import choose_model_runner
 from tlt_trl.generation.speculative_generation import _refuse_quantized
+from tlt_trl.vllm_internals.prepare import choose_model_runner
 
 
 def test_the_runner_that_the_engine_module_drives_is_chosen(monkeypatch):

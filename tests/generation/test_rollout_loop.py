@@ -1,21 +1,25 @@
-from collections import deque
 from types import SimpleNamespace
 
 import pytest
 
-from tlt_trl.generation.engine import DraftLengthSchedule, EngineStep, RolloutEngine
 from tlt_trl.generation.rollout_loop import RolloutLoop
 from tlt_trl.strategy import Strategy
+from tlt_trl.vllm_internals.scheduler import EngineStep
 
 
-def step(batch_size, verified, proposed, accepted=(), prefill=False, seconds=0.01):
+OFF, TWO, LOOKUP = Strategy.off(), Strategy("eagle3", 2), Strategy("ngram", 3)
+
+
+def step(batch_size, verified, proposed, accepted=(), prefill=False, seconds=0.01, num_verified=None):
+    num_verified = verified.num_draft_tokens if num_verified is None else num_verified
     return EngineStep(
         batch_size=batch_size,
-        num_verified=verified,
-        num_proposed=proposed,
-        drafts=batch_size if verified else 0,
-        draft_tokens=batch_size * verified,
-        drafted_by_position=(batch_size,) * verified,
+        verified=verified,
+        proposed=proposed,
+        num_verified=num_verified,
+        drafts=batch_size if num_verified else 0,
+        draft_tokens=batch_size * num_verified,
+        drafted_by_position=(batch_size,) * num_verified,
         accepted_by_position=tuple(accepted),
         emitted_tokens=batch_size + sum(accepted),
         context_tokens=100 * batch_size,
@@ -25,23 +29,18 @@ def step(batch_size, verified, proposed, accepted=(), prefill=False, seconds=0.0
 
 
 class ScriptedEngine:
-    """Plays back engine steps; asks its schedule as the scheduler does."""
+    """Plays back engine steps; asks for a strategy as the scheduler does."""
 
     def __init__(self, steps, finished_at):
-        self.schedule = DraftLengthSchedule(5)
+        self.choose, self.lookup = None, None
         self.steps, self.finished_at, self.now = steps, finished_at, 0
-        self.asked, self.probabilistic = [], []
-        self.num_lookup_tokens, self.looked_up = 0, []
+        self.chosen = []
 
     def has_unfinished_requests(self):
         return self.now < len(self.steps)
 
-    def set_probabilistic_drafts(self, probabilistic):
-        self.probabilistic.append(probabilistic)
-
     def step(self):
-        self.asked.append(self.schedule[self.steps[self.now].batch_size])
-        self.looked_up.append(self.num_lookup_tokens)
+        self.chosen.append(self.choose(self.steps[self.now].batch_size))
         outputs = [
             SimpleNamespace(
                 request_id=request,
@@ -56,7 +55,7 @@ class ScriptedEngine:
         return outputs, self.steps[self.now - 1]
 
 
-class RecordingNgramDrafter:
+class RecordingLookup:
     def __init__(self):
         self.rollouts, self.remembered = 0, []
 
@@ -93,38 +92,38 @@ class RecordingSelector:
 def run(steps, finished_at=None, choose=lambda batch_size: Strategy("eagle3", 2)):
     engine = ScriptedEngine(steps, finished_at or {"0": len(steps) - 1})
     loop = RolloutLoop(engine, RecordingSelector(choose))
-    loop.ngram = RecordingNgramDrafter()
+    loop.lookup = RecordingLookup()
     return loop, loop.run()
 
 
 def test_outputs_come_in_the_order_of_the_requests():
-    steps = [step(2, 2, 2, (1, 0))] * 3
+    steps = [step(2, TWO, TWO, (1, 0))] * 3
     _, outputs = run(steps, {"10": 0, "9": 2})
     assert [output.request_id for output in outputs] == ["9", "10"]
 
 
 def test_only_steady_steps_teach_the_selector():
     steps = [
-        step(2, 0, 2, prefill=True),  # prompts
-        step(2, 2, 2, (2, 1)),
-        step(1, 2, 0, (1, 1)),  # the strategy changes to off: its drafts were paid for by the step before
-        step(1, 0, 0),
+        step(2, OFF, TWO, prefill=True),  # prompts
+        step(2, TWO, TWO, (2, 1)),
+        step(1, TWO, OFF, (1, 1)),  # the strategy changes to off: its drafts were paid for by the step before
+        step(1, OFF, OFF),
     ]
     loop, _ = run(steps, choose=lambda batch_size: Strategy("eagle3", 2) if batch_size > 1 else Strategy.off())
     assert loop.selector.updates == [
         ("eagle3 x2", 2, 5, 0.01, 200, (2, 1)),
         ("off", 1, 1, 0.01, 100, ()),
     ]
-    assert loop.engine.asked == [2, 2, 0, 0]
+    assert loop.engine.chosen == [TWO, TWO, OFF, OFF]
 
 
 def test_context_of_the_last_step_reaches_the_selector():
-    loop, _ = run([step(2, 2, 2, (1, 0)), step(1, 2, 2, (1, 0))])
+    loop, _ = run([step(2, TWO, TWO, (1, 0)), step(1, TWO, TWO, (1, 0))])
     assert loop.selector.selects == [(2, 0), (1, 200)]
 
 
 def test_statistics_add_up():
-    loop, _ = run([step(2, 0, 2, prefill=True), step(2, 2, 2, (2, 1)), step(1, 2, 2, (1, 0))])
+    loop, _ = run([step(2, OFF, TWO, prefill=True), step(2, TWO, TWO, (2, 1)), step(1, TWO, TWO, (1, 0))])
     stats = loop.pop_stats()
     assert (stats.steps, stats.speculative_steps) == (3, 2)
     assert (stats.drafts, stats.draft_tokens, stats.accepted_by_position) == (3, 6, [3, 1])
@@ -135,72 +134,39 @@ def test_statistics_add_up():
     assert loop.pop_stats().steps == 0
 
 
-def test_draft_sampling_is_switched_with_the_strategy():
-    loop, _ = run([step(1, 1, 1, (1,))] * 2, choose=lambda batch_size: Strategy("eagle3", 1, "probabilistic"))
-    assert loop.engine.probabilistic == [True, True]
-
-
-@pytest.mark.parametrize("asked", [-1, 6])
-def test_length_outside_the_engine_is_an_error(asked):
-    schedule = DraftLengthSchedule(5)
-    schedule.choose = lambda batch_size: asked
-    with pytest.raises(ValueError, match="0 to 5"):
-        schedule[3]
-
-
-def test_lookup_asks_the_drafter_for_nothing_and_learns_from_what_was_found():
-    def choose(batch_size):
-        return Strategy("ngram", 3) if batch_size == 2 else Strategy("eagle3", 2)
-
-    steps = [step(2, 0, 3, prefill=True), step(2, 2, 3, (2, 1)), step(2, 0, 3), step(1, 2, 2, (1, 0))]
-    loop, _ = run(steps, choose=choose)
-    assert loop.engine.asked == [0, 0, 0, 2]
-    assert loop.engine.looked_up == [3, 3, 3, 0]
+def test_a_lookup_teaches_what_was_found():
+    steps = [
+        step(2, OFF, LOOKUP, prefill=True),
+        step(2, LOOKUP, LOOKUP, (2, 1), num_verified=2),
+        step(2, LOOKUP, LOOKUP, num_verified=0),
+        step(1, LOOKUP, TWO, (1, 0), num_verified=2),
+    ]
+    loop, _ = run(steps, choose=lambda batch_size: LOOKUP if batch_size == 2 else TWO)
     # Fewer tokens than asked for were found, or none at all: that is what the strategy is worth.
     assert loop.selector.updates == [
         ("ngram x3", 2, 5, 0.01, 200, (2, 1, 0)),
         ("ngram x3", 2, 2, 0.01, 200, (0, 0, 0)),
     ]
-    # The tokens of a step are those that the one before it asked for.
     stats = loop.pop_stats()
     assert (stats.lookups, stats.lookup_tokens, stats.accepted_lookup_tokens) == (3, 6, 4)
     assert stats.drafts == stats.draft_tokens == 0 and stats.speculative_steps == 2
 
 
 def test_finished_answers_reach_the_lookup():
-    loop, _ = run([step(2, 0, 2, prefill=True), step(2, 2, 2, (1, 0))], {"10": 0, "9": 1})
-    assert loop.engine.ngram is loop.ngram and loop.ngram.rollouts == 1
-    assert loop.ngram.remembered == [([1, 2], [7, 10]), ([1, 2], [7, 9])]
+    loop, _ = run([step(2, OFF, TWO, prefill=True), step(2, TWO, TWO, (1, 0))], {"10": 0, "9": 1})
+    assert loop.engine.lookup is loop.lookup and loop.lookup.rollouts == 1
+    assert loop.lookup.remembered == [([1, 2], [7, 10]), ([1, 2], [7, 9])]
 
 
 def test_a_draft_cut_short_teaches_nothing():
-    loop, _ = run([step(1, 0, 2, prefill=True), step(1, 1, 2, (1,))])
+    loop, _ = run([step(1, OFF, TWO, prefill=True), step(1, TWO, TWO, (1,), num_verified=1)])
     assert loop.selector.updates == []
 
 
-def test_strategies_of_an_asynchronous_scheduler_belong_to_their_steps():
-    steps = [step(2, 0, 2, prefill=True), step(2, 2, 2, (1, 0)), step(2, 2, 0, (1, 1)), step(2, 0, 0)]
-    choices = iter([Strategy("eagle3", 2), Strategy("eagle3", 2), Strategy.off(), Strategy.off(), Strategy.off()])
-    engine = ScriptedEngine(steps, {"0": 3})
-    loop = RolloutLoop(engine, RecordingSelector(lambda batch_size: next(choices)))
-    play = engine.step
-
-    def ahead():  # schedules a step before it hands out the one before
-        if engine.now == 0:
-            engine.schedule[2]
-        return play()
-
-    engine.step = ahead
+def test_a_disabled_loop_decodes_plainly_and_teaches_nothing():
+    engine = ScriptedEngine([step(1, OFF, OFF)] * 2, {"0": 1})
+    loop = RolloutLoop(engine, RecordingSelector(lambda batch_size: TWO))
+    loop.disabled.add("inexact")
     loop.run()
-    assert [update[0] for update in loop.selector.updates] == ["eagle3 x2", "off"]
-
-
-def test_a_step_still_under_way_counts_as_unfinished():
-    engine = object.__new__(RolloutEngine)
-    engine._llm_engine = SimpleNamespace(has_unfinished_requests=lambda: False)
-    engine._core = SimpleNamespace(batch_queue=deque(["a step that an asynchronous scheduler has run ahead"]))
-    assert engine.has_unfinished_requests()
-    engine._core.batch_queue.clear()
-    assert not engine.has_unfinished_requests()
-    engine._core.batch_queue = None  # a synchronous scheduler has none
-    assert not engine.has_unfinished_requests()
+    assert engine.chosen == [OFF, OFF]
+    assert loop.selector.updates == loop.selector.selects == []

@@ -27,7 +27,7 @@ if __name__ == "__main__":
     engine = RolloutEngine(llm)
     llm.rollout_loop = RolloutLoop(engine, make_selector("fixed", [Strategy("eagle3", 2)], 2))
     completion_ids(llm, [[1, 5, 6]], temperature=0.0, max_tokens=8)
-    alive = [weakref.ref(engine.target_module()), weakref.ref(engine.drafter_module())]
+    alive = [weakref.ref(engine.weights.policy), weakref.ref(engine.weights.drafter)]
     engine.shutdown()
     del engine, llm
     gc.collect()

@@ -12,6 +12,7 @@ from tlt_trl.drafter import Drafter, DrafterTrainer, FeatureBuffer, FeatureRecor
 from tlt_trl.generation.canary import chi_square_p_value, exact_probabilities
 from tlt_trl.generation.engine import RolloutEngine
 from tlt_trl.generation.standalone import build_llm
+from tlt_trl.strategy import Strategy
 
 
 VOCAB_SIZE = 32
@@ -112,18 +113,19 @@ class EngineUnderTest:
     def rollout(
         self,
         prompts: list[list[int]],
-        num_draft_tokens: int | Callable[[int], int],
-        probabilistic: bool = False,
+        strategy: str | Callable[[int], Strategy],
         seed: int = 0,
         params_by_prompt: list[dict] | None = None,
         **params,
     ) -> Rollout:
-        """Samples with `num_draft_tokens`, a number or a function of the batch size; 0 is a plain run."""
+        """Samples with a strategy, its name or a function of the batch size; "off" is a plain run."""
         from vllm import SamplingParams
 
-        fixed = isinstance(num_draft_tokens, int)
-        self.engine.schedule.choose = (lambda batch_size: num_draft_tokens) if fixed else num_draft_tokens
-        self.engine.set_probabilistic_drafts(probabilistic)
+        if isinstance(strategy, str):
+            always = Strategy.parse(strategy)
+            self.engine.choose = lambda batch_size: always
+        else:
+            self.engine.choose = strategy
         # The engine lives in this process and samples from its random state.
         torch.manual_seed(seed)
         defaults = {"detokenize": False, "ignore_eos": True} | params
@@ -216,3 +218,14 @@ def _falls_on_a_tie(logits: Tensor, exact: Tensor, temperature: float, top_p: fl
         for shifted in (top_p - TIE, top_p + TIE):
             tie |= ((exact_probabilities(logits, temperature, shifted, top_k) > 0) != (exact > 0)).any(-1)
     return tie
+
+
+def in_turn(*names: str) -> Callable[[int], Strategy]:
+    """Strategies that change in every step, round and round."""
+    turns = itertools.cycle([Strategy.parse(name) for name in names])
+    return lambda batch_size: next(turns)
+
+
+def eagle3(num_draft_tokens: int, draft_sampling: str = "greedy") -> str:
+    """Name of a strategy of the drafter, "off" without draft tokens."""
+    return str(Strategy("eagle3", num_draft_tokens, draft_sampling)) if num_draft_tokens else "off"

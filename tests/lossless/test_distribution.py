@@ -4,7 +4,6 @@ The distribution of what the real engine samples while it speculates, against th
 float32 on both sides, so that whatever differs is a fault of the sampling and not of rounding.
 """
 
-import itertools
 import random
 
 import pytest
@@ -13,18 +12,20 @@ from lossless_tools import (
     MAX_DRAFT_TOKENS,
     SIGNIFICANCE,
     VOCAB_SIZE,
+    eagle3,
+    in_turn,
     rollout_p_value,
     sequence_p_value,
     sequence_probabilities,
 )
 
-from tlt_trl.generation.lookup import NgramDrafter
+from tlt_trl.generation.lookup import LookupDrafter
 
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.engine
 
-DRAFTS = {"greedy": False, "probabilistic": True}
+DRAFTS = ("greedy", "probabilistic")
 NUM_DRAFT_TOKENS = (1, 2, 3, 5)
 FILTERS = {"none": {}, "top_p": {"top_p": 0.9}, "top_k": {"top_k": 20}}
 PROMPT = [5, 6, 7, 8]
@@ -44,7 +45,7 @@ def spread_prompts(number=320):
 @pytest.mark.parametrize("drafts", DRAFTS)
 def test_every_token_follows_the_policy(under_test, drafts, num_draft_tokens, temperature, filters):
     prompts, sampling = spread_prompts(), {"temperature": temperature} | FILTERS[filters]
-    rollout = under_test.rollout(prompts, num_draft_tokens, DRAFTS[drafts], max_tokens=LENGTH, **sampling)
+    rollout = under_test.rollout(prompts, eagle3(num_draft_tokens, drafts), max_tokens=LENGTH, **sampling)
     assert rollout.first_acceptance > 0.3  # else the accepted branch is hardly tested
     assert rollout_p_value(under_test.policy, prompts, rollout.token_ids, **sampling) > SIGNIFICANCE
 
@@ -60,14 +61,14 @@ def test_every_token_follows_the_policy(under_test, drafts, num_draft_tokens, te
 )
 def test_whole_sequences_follow_the_enumerated_distribution(under_test, drafts, num_draft_tokens, sampling):
     exact = sequence_probabilities(under_test.policy, PROMPT, 3, **sampling)
-    rollout = under_test.rollout([PROMPT] * NUM_SEQUENCES, num_draft_tokens, DRAFTS[drafts], max_tokens=3, **sampling)
+    rollout = under_test.rollout([PROMPT] * NUM_SEQUENCES, eagle3(num_draft_tokens, drafts), max_tokens=3, **sampling)
     assert rollout.first_acceptance > 0.3
     assert sequence_p_value(rollout.token_ids, exact) > SIGNIFICANCE
 
 
 def test_marginals_of_whole_sequences_follow_the_enumerated_distribution(under_test):
     exact = sequence_probabilities(under_test.policy, PROMPT, 3, temperature=1.0).view([VOCAB_SIZE] * 3)
-    rollout = under_test.rollout([PROMPT] * 4000, 2, False, max_tokens=3, temperature=1.0)
+    rollout = under_test.rollout([PROMPT] * 4000, eagle3(2), max_tokens=3, temperature=1.0)
     tokens = torch.tensor(rollout.token_ids)
     for position in range(3):
         marginal = exact.sum([axis for axis in range(3) if axis != position])
@@ -78,28 +79,21 @@ def test_marginals_of_whole_sequences_follow_the_enumerated_distribution(under_t
 
 @pytest.mark.parametrize("drafts", DRAFTS)
 def test_the_number_of_draft_tokens_may_change_in_every_step(under_test, drafts):
-    prompts, lengths = spread_prompts(), itertools.cycle([0, 5, 1, 3, 0, 0, 2])
-    rollout = under_test.rollout(
-        prompts, lambda batch_size: next(lengths), DRAFTS[drafts], max_tokens=LENGTH, temperature=1.0
-    )
+    prompts, strategies = spread_prompts(), [eagle3(length, drafts) for length in (0, 5, 1, 3, 0, 0, 2)]
+    rollout = under_test.rollout(prompts, in_turn(*strategies), max_tokens=LENGTH, temperature=1.0)
     assert rollout.first_acceptance > 0.3
     assert rollout_p_value(under_test.policy, prompts, rollout.token_ids, temperature=1.0) > SIGNIFICANCE
 
 
 def test_the_draft_sampling_may_change_in_every_step(under_test):
-    prompts, turns = spread_prompts(), itertools.cycle([(3, False), (3, True), (1, False), (5, True), (0, True)])
-
-    def choose(batch_size):
-        num_draft_tokens, probabilistic = next(turns)
-        under_test.engine.set_probabilistic_drafts(probabilistic)
-        return num_draft_tokens
-
-    rollout = under_test.rollout(prompts, choose, max_tokens=LENGTH, temperature=1.0)
+    prompts = spread_prompts()
+    strategies = ["eagle3 x3", "eagle3 x3 probabilistic", "eagle3 x1", "eagle3 x5 probabilistic", "off"]
+    rollout = under_test.rollout(prompts, in_turn(*strategies), max_tokens=LENGTH, temperature=1.0)
     assert rollout.first_acceptance > 0.3
     assert rollout_p_value(under_test.policy, prompts, rollout.token_ids, temperature=1.0) > SIGNIFICANCE
 
 
-class FilledUpLookup(NgramDrafter):
+class FilledUpLookup(LookupDrafter):
     """Whatever was found, and arbitrary tokens behind it: verification must be exact for any draft."""
 
     def __init__(self, **kwargs):
@@ -114,23 +108,22 @@ class FilledUpLookup(NgramDrafter):
 
 
 @pytest.mark.parametrize(
-    "plan", [[(0, 4)], [(5, 0), (0, 4)], [(2, 0), (0, 4)], [(3, 0), (0, 2), (0, 0), (0, 4)]], ids=str
+    "plan",
+    [
+        ["ngram x4"],
+        ["eagle3 x5", "ngram x4"],
+        ["eagle3 x2", "ngram x4"],
+        ["eagle3 x3", "ngram x2", "off", "ngram x4"],
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("drafts", DRAFTS)
 def test_looked_up_tokens_between_the_drafters(under_test, drafts, plan):
-    """Each turn is `(draft tokens of the drafter, tokens to look up)`."""
-    prompts, turns, engine = spread_prompts(), itertools.cycle(plan), under_test.engine
-    engine.ngram = lookup = FilledUpLookup(orders=(2, 1))
-
-    def choose(batch_size):
-        num_draft_tokens, engine.num_lookup_tokens = next(turns)
-        return num_draft_tokens
-
-    try:
-        rollout = under_test.rollout(prompts, choose, DRAFTS[drafts], max_tokens=LENGTH, temperature=1.0)
-    finally:
-        engine.num_lookup_tokens, engine.ngram = 0, None
-    assert lookup.found > 2000
+    prompts, engine = spread_prompts(), under_test.engine
+    engine.lookup = FilledUpLookup(orders=(2, 1))
+    strategies = [f"{name} {drafts}" if name.startswith("eagle3") else name for name in plan]
+    rollout = under_test.rollout(prompts, in_turn(*strategies), max_tokens=LENGTH, temperature=1.0)
+    assert engine.lookup.found > 2000
     assert rollout_p_value(under_test.policy, prompts, rollout.token_ids, temperature=1.0) > SIGNIFICANCE
 
 
@@ -139,7 +132,7 @@ def test_requests_that_join_and_leave_a_running_batch(under_test):
     prompts = spread_prompts(1500)
     choices = [{"temperature": 1.0}, {"temperature": 0.7}, {"temperature": 1.0, "top_k": 20}]
     own = [choices[i % 3] | {"max_tokens": 4 + 7 * (i % 5)} for i in range(len(prompts))]
-    rollout = under_test.rollout(prompts, 3, True, params_by_prompt=own)
+    rollout = under_test.rollout(prompts, "eagle3 x3 probabilistic", params_by_prompt=own)
     for choice, sampling in enumerate(choices):
         for length in {params["max_tokens"] for params in own}:
             rows = [i for i, p in enumerate(own) if i % 3 == choice and p["max_tokens"] == length]
@@ -152,7 +145,7 @@ def test_requests_that_join_and_leave_a_running_batch(under_test):
 @pytest.mark.parametrize("drafts", DRAFTS)
 def test_greedy_decoding_is_the_policys_argmax(under_test, drafts, num_draft_tokens):
     prompts = spread_prompts(64)
-    rollout = under_test.rollout(prompts, num_draft_tokens, DRAFTS[drafts], max_tokens=24, temperature=0.0)
+    rollout = under_test.rollout(prompts, eagle3(num_draft_tokens, drafts), max_tokens=24, temperature=0.0)
     expected = under_test.policy.generate(
         torch.tensor(prompts),
         attention_mask=torch.ones(len(prompts), len(PROMPT), dtype=torch.long),
@@ -169,16 +162,16 @@ def test_greedy_decoding_is_the_policys_argmax(under_test, drafts, num_draft_tok
 @pytest.mark.parametrize(("wrong", "right"), [(0.9, 1.0), (1.1, 1.0)])
 def test_the_statistics_would_catch_a_wrong_temperature(under_test, wrong, right):
     prompts = spread_prompts()
-    tokens = under_test.rollout(prompts, 3, max_tokens=LENGTH, temperature=wrong).token_ids
+    tokens = under_test.rollout(prompts, "eagle3 x3", max_tokens=LENGTH, temperature=wrong).token_ids
     assert rollout_p_value(under_test.policy, prompts, tokens, temperature=right) < SIGNIFICANCE
 
 
 @pytest.mark.parametrize("filters", [{"top_p": 0.9}, {"top_k": 20}])
 def test_the_statistics_would_catch_an_ignored_filter(under_test, filters):
     prompts = spread_prompts()
-    tokens = under_test.rollout(prompts, 3, max_tokens=LENGTH, temperature=1.0).token_ids
+    tokens = under_test.rollout(prompts, "eagle3 x3", max_tokens=LENGTH, temperature=1.0).token_ids
     assert rollout_p_value(under_test.policy, prompts, tokens, temperature=1.0, **filters) == 0.0
 
 
 def test_the_engine_was_built_for_the_longest_draft(under_test):
-    assert under_test.engine.schedule.max_draft_tokens == MAX_DRAFT_TOKENS == max(NUM_DRAFT_TOKENS)
+    assert under_test.engine.max_draft_tokens == MAX_DRAFT_TOKENS == max(NUM_DRAFT_TOKENS)

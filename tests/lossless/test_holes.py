@@ -13,6 +13,8 @@ from lossless_tools import (
     MAX_DRAFT_TOKENS,
     SIGNIFICANCE,
     EngineUnderTest,
+    eagle3,
+    in_turn,
     rollout_p_value,
     save_predictable_policy,
     trained_drafter,
@@ -48,7 +50,7 @@ def distort_drafter(under_test, monkeypatch):
     """Changes the drafter's logits in the engine, by a function that works in place."""
 
     def distort(function: Callable[[Tensor], None]) -> None:
-        model = under_test.engine.drafter_module()
+        model = under_test.engine.weights.drafter
         compute_logits = model.compute_logits
 
         def distorted(*args, **kwargs):
@@ -73,12 +75,12 @@ def distort_drafter(under_test, monkeypatch):
 def test_a_broken_drafter_costs_speed_only(under_test, distort_drafter, broken):
     distort_drafter(broken)
     own = prompts(400)
-    tokens = under_test.rollout(own, 3, True, max_tokens=32, temperature=1.0).token_ids
+    tokens = under_test.rollout(own, "eagle3 x3 probabilistic", max_tokens=32, temperature=1.0).token_ids
     assert rollout_p_value(under_test.policy, own, tokens, temperature=1.0) > SIGNIFICANCE
 
 
-@pytest.mark.parametrize("probabilistic", [False, True])
-def test_structured_outputs_with_a_drafter_that_likes_forbidden_tokens(under_test, distort_drafter, probabilistic):
+@pytest.mark.parametrize("drafts", ["greedy", "probabilistic"])
+def test_structured_outputs_with_a_drafter_that_likes_forbidden_tokens(under_test, distort_drafter, drafts):
     from vllm.sampling_params import StructuredOutputsParams
 
     def likes(logits):
@@ -89,8 +91,7 @@ def test_structured_outputs_with_a_drafter_that_likes_forbidden_tokens(under_tes
     allowed, own = [5, 7, 20], prompts(6000)
     tokens = under_test.rollout(
         own,
-        1,
-        probabilistic,
+        eagle3(1, drafts),
         temperature=1.0,
         max_tokens=2,
         detokenize=True,
@@ -109,7 +110,7 @@ def test_min_tokens_is_refused(under_test):
     """Why: of answers whose last suppressed token was a draft, too few end at the first place where they may."""
     own, end = prompts(6000), 20
     tokens = under_test.rollout(
-        own, 1, max_tokens=3, min_tokens=2, temperature=1.0, stop_token_ids=[end], seed=11
+        own, "eagle3 x1", max_tokens=3, min_tokens=2, temperature=1.0, stop_token_ids=[end], seed=11
     ).token_ids
     ids = torch.cat([torch.tensor(own), torch.tensor(tokens)], dim=1)
     with torch.no_grad():
@@ -124,7 +125,9 @@ def test_min_tokens_is_refused(under_test):
 def test_seeds_are_refused_with_probabilistic_drafts(under_test, tmp_path):
     own = [{"seed": i} for i in range(8)]
     runs = [
-        under_test.rollout(prompts(8), 3, True, params_by_prompt=own, seed=seed, temperature=1.0, max_tokens=24)
+        under_test.rollout(
+            prompts(8), "eagle3 x3 probabilistic", params_by_prompt=own, seed=seed, temperature=1.0, max_tokens=24
+        )
         for seed in (1, 2)
     ]
     assert runs[0].token_ids != runs[1].token_ids
@@ -165,7 +168,7 @@ def test_the_cache_is_not_reset_behind_running_requests(under_test):
     from vllm import SamplingParams
 
     engine = under_test.engine
-    engine.schedule.choose = lambda batch_size: 0
+    engine.choose = lambda batch_size: Strategy.off()
     sampling = SamplingParams(max_tokens=20, temperature=1.0, ignore_eos=True, detokenize=False)
     under_test.llm.enqueue([{"prompt_token_ids": list(range(4, 20))}], sampling, use_tqdm=False)
     engine.step()
@@ -202,16 +205,15 @@ def two_kinds(make_tiny_policy, tmp_path_factory):
 
 def test_what_is_written_late_lands_in_no_block_of_the_policys(two_kinds):
     engine = two_kinds.engine
-    assert len(engine._runner.kv_cache_config.kv_cache_groups) > 1
-    assert not engine.can_look_up
+    assert not engine.can_look_up and not engine.proposer.can_defer
     own = [prompt * 5 for prompt in prompts(120)]
     lengths = [{"max_tokens": 8 + 37 * (i % 4)} for i in range(len(own))]
 
-    def text(plan):
-        turns = itertools.cycle(plan)
+    def text(*strategies):
         engine.reset_prefix_cache()
-        return two_kinds.rollout(own, lambda _: next(turns), params_by_prompt=lengths, temperature=0.0).token_ids
+        return two_kinds.rollout(own, in_turn(*strategies), params_by_prompt=lengths, temperature=0.0).token_ids
 
-    plain = text([0])
-    for plan in ([MAX_DRAFT_TOKENS], [0] * 40 + [3], [3] * 5 + [0] * 25, [0] * 12 + [2]):
-        assert text(plan) == plain
+    plain = text("off")
+    plans = [eagle3(MAX_DRAFT_TOKENS)], ["off"] * 40 + ["eagle3 x3"], ["eagle3 x3"] * 5 + ["off"] * 25
+    for plan in (*plans, ["off"] * 12 + ["eagle3 x2"]):
+        assert text(*plan) == plain

@@ -5,12 +5,19 @@ At temperature 0 a plain and a speculative run give the same tokens, so texts ar
 What is not honoured is in `REFUSED_PARAMETERS` and `REFUSED_WITH_ADAPTIVE_LENGTHS`, and this file says so too.
 """
 
-import itertools
 import re
 
 import pytest
 import torch
-from lossless_tools import SIGNIFICANCE, VOCAB_SIZE, rollout_p_value, sequence_p_value, sequence_probabilities
+from lossless_tools import (
+    SIGNIFICANCE,
+    VOCAB_SIZE,
+    eagle3,
+    in_turn,
+    rollout_p_value,
+    sequence_p_value,
+    sequence_probabilities,
+)
 
 from tlt_trl.generation.canary import exact_probabilities
 from tlt_trl.generation.rollout_loop import RolloutLoop
@@ -38,9 +45,9 @@ def observed(output) -> tuple:
 def assert_same_as_plain(under_test, prompts=PROMPTS, **params):
     """Greedy completions with 0, 1, 3 and 5 draft tokens are the same; returns those of the plain run."""
     params = {"temperature": 0.0, "max_tokens": LENGTH, "detokenize": True} | params
-    plain = [observed(output.outputs[0]) for output in under_test.rollout(prompts, 0, **params).outputs]
-    for num_draft_tokens, probabilistic in [(1, False), (3, True), (5, False)]:
-        rollout = under_test.rollout(prompts, num_draft_tokens, probabilistic, **params)
+    plain = [observed(output.outputs[0]) for output in under_test.rollout(prompts, "off", **params).outputs]
+    for strategy in ("eagle3 x1", "eagle3 x3 probabilistic", "eagle3 x5"):
+        rollout = under_test.rollout(prompts, strategy, **params)
         assert [observed(output.outputs[0]) for output in rollout.outputs] == plain
     return plain
 
@@ -78,10 +85,10 @@ def penalise(presence=0.0, frequency=0.0, repetition=1.0):
 )
 def test_penalties(under_test, params, penalties):
     plain = assert_same_as_plain(under_test, **params)
-    unpenalised = under_test.rollout(PROMPTS, 0, temperature=0.0, max_tokens=LENGTH).token_ids
+    unpenalised = under_test.rollout(PROMPTS, "off", temperature=0.0, max_tokens=LENGTH).token_ids
     assert [list(tokens) for tokens, *_ in plain] != unpenalised
     prompts = PROMPTS * 4
-    rollout = under_test.rollout(prompts, 3, True, temperature=1.0, max_tokens=64, **params)
+    rollout = under_test.rollout(prompts, "eagle3 x3 probabilistic", temperature=1.0, max_tokens=64, **params)
     p_value = rollout_p_value(
         under_test.policy, prompts, rollout.token_ids, adjust=penalise(**penalties), temperature=1.0
     )
@@ -92,10 +99,8 @@ def test_penalties(under_test, params, penalties):
 def test_penalties_of_some_requests_only(under_test):
     # Requests with and without penalties, of changing draft lengths, share one batch.
     own = [{"frequency_penalty": 0.8} if i % 2 else {} for i in range(192)]
-    lengths, prompts = itertools.cycle([3, 0, 5, 1]), PROMPTS * 4
-    tokens = under_test.rollout(
-        prompts, lambda _: next(lengths), True, params_by_prompt=own, temperature=1.0, max_tokens=64
-    ).token_ids
+    strategies, prompts = in_turn(*(eagle3(length, "probabilistic") for length in (3, 0, 5, 1))), PROMPTS * 4
+    tokens = under_test.rollout(prompts, strategies, params_by_prompt=own, temperature=1.0, max_tokens=64).token_ids
     for first, adjust in [(0, penalise()), (1, penalise(frequency=0.8))]:
         p_value = rollout_p_value(under_test.policy, prompts[first::2], tokens[first::2], adjust, temperature=1.0)
         assert p_value > SIGNIFICANCE
@@ -112,7 +117,7 @@ def test_bad_words(under_test):
 
     prompts = PROMPTS * 4
     tokens = under_test.rollout(
-        prompts, 3, True, temperature=1.0, max_tokens=64, bad_words=["w5", "w11"], detokenize=True
+        prompts, "eagle3 x3 probabilistic", temperature=1.0, max_tokens=64, bad_words=["w5", "w11"], detokenize=True
     ).token_ids
     assert rollout_p_value(under_test.policy, prompts, tokens, adjust=forbid, temperature=1.0) > SIGNIFICANCE
 
@@ -129,7 +134,7 @@ def test_refused_by_the_engine_and_by_us(under_test, name):
     from vllm.exceptions import VLLMValidationError
 
     with pytest.raises(VLLMValidationError, match="speculative decoding"):
-        under_test.rollout(PROMPTS[:1], 3, max_tokens=2, **{name: value})
+        under_test.rollout(PROMPTS[:1], "eagle3 x3", max_tokens=2, **{name: value})
     assert name in REFUSED_PARAMETERS
     with pytest.raises(ValueError, match=f"`{name}=.*generation_kwargs.*use "):
         check_sampling_parameters({name: value}, "generation_kwargs")
@@ -140,19 +145,19 @@ def test_refused_by_the_engine_and_by_us(under_test, name):
 # ---- seeds and several samples --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("probabilistic", [False, True])
-def test_seeded_requests_follow_the_policy(under_test, probabilistic):
+@pytest.mark.parametrize("drafts", ["greedy", "probabilistic"])
+def test_seeded_requests_follow_the_policy(under_test, drafts):
     exact = sequence_probabilities(under_test.policy, PROMPTS[0], 3, temperature=1.0)
     own = [{"seed": i} for i in range(4000)]
     rollout = under_test.rollout(
-        [PROMPTS[0]] * len(own), 2, probabilistic, params_by_prompt=own, temperature=1.0, max_tokens=3
+        [PROMPTS[0]] * len(own), eagle3(2, drafts), params_by_prompt=own, temperature=1.0, max_tokens=3
     )
     assert sequence_p_value(rollout.token_ids, exact) > SIGNIFICANCE
 
 
 def test_seeds_are_reproducible_with_a_fixed_draft_length(under_test):
     def run(prompts, **params):
-        return under_test.rollout(prompts, 3, temperature=1.0, max_tokens=LENGTH, **params).token_ids
+        return under_test.rollout(prompts, "eagle3 x3", temperature=1.0, max_tokens=LENGTH, **params).token_ids
 
     # Neither the global random state nor the company of other requests matters.
     first = run(PROMPTS[:8], params_by_prompt=[{"seed": i} for i in range(8)], seed=1)
@@ -166,7 +171,7 @@ def test_seeds_are_not_reproducible_when_the_draft_length_changes(under_test):
     # Why they are refused with an adaptive selector: the number of random draws depends on the draft length.
     own = [{"seed": i} for i in range(8)]
     runs = [
-        under_test.rollout(PROMPTS[:8], k, params_by_prompt=own, temperature=1.0, max_tokens=LENGTH).token_ids
+        under_test.rollout(PROMPTS[:8], eagle3(k), params_by_prompt=own, temperature=1.0, max_tokens=LENGTH).token_ids
         for k in (1, 3)
     ]
     assert runs[0] != runs[1]
@@ -178,14 +183,16 @@ def test_seeds_are_not_reproducible_when_the_draft_length_changes(under_test):
 
 def test_several_samples_per_request(under_test):
     def run(seed):
-        rollout = under_test.rollout(PROMPTS[:8], 3, temperature=1.0, max_tokens=LENGTH, n=4, seed=seed)
+        rollout = under_test.rollout(PROMPTS[:8], "eagle3 x3", temperature=1.0, max_tokens=LENGTH, n=4, seed=seed)
         return [[tuple(sample.token_ids) for sample in output.outputs] for output in rollout.outputs]
 
     samples = run(0)
     assert all(len(group) == len(set(group)) == 4 for group in samples)
 
     rollouts = [
-        under_test.rollout(PROMPTS[:8], 3, temperature=1.0, max_tokens=LENGTH, n=4, seed=seed, params_by_prompt=own)
+        under_test.rollout(
+            PROMPTS[:8], "eagle3 x3", temperature=1.0, max_tokens=LENGTH, n=4, seed=seed, params_by_prompt=own
+        )
         for seed, own in [(1, [{"seed": 7}] * 8), (2, [{"seed": 7}] * 8)]
     ]
     seeded = [[[tuple(s.token_ids) for s in output.outputs] for output in r.outputs] for r in rollouts]
@@ -195,7 +202,7 @@ def test_several_samples_per_request(under_test):
 
 def test_several_samples_per_request_follow_the_policy(under_test):
     exact = sequence_probabilities(under_test.policy, PROMPTS[0], 2, temperature=1.0)
-    rollout = under_test.rollout([PROMPTS[0]] * 250, 1, True, temperature=1.0, max_tokens=2, n=16)
+    rollout = under_test.rollout([PROMPTS[0]] * 250, "eagle3 x1 probabilistic", temperature=1.0, max_tokens=2, n=16)
     tokens = [list(sample.token_ids) for output in rollout.outputs for sample in output.outputs]
     assert sequence_p_value(tokens, exact) > SIGNIFICANCE
 
@@ -228,8 +235,8 @@ def test_max_tokens(under_test):
 
 def test_max_tokens_one_follows_the_policy(under_test):
     exact = sequence_probabilities(under_test.policy, PROMPTS[0], 1, temperature=0.7)
-    tokens = under_test.rollout([PROMPTS[0]] * 4000, 5, True, temperature=0.7, max_tokens=1).token_ids
-    assert sequence_p_value(tokens, exact) > SIGNIFICANCE
+    rollout = under_test.rollout([PROMPTS[0]] * 4000, "eagle3 x5 probabilistic", temperature=0.7, max_tokens=1)
+    assert sequence_p_value(rollout.token_ids, exact) > SIGNIFICANCE
 
 
 def test_stop_token_ids_inside_an_accepted_draft(under_test):
@@ -255,7 +262,7 @@ def test_stop_strings_leave_no_extra_tokens(under_test, include):
 
 def test_stop_strings_under_sampling(under_test):
     params = {"temperature": 1.0, "max_tokens": 64, "detokenize": True, "stop": ["w20"]}
-    rollout = under_test.rollout(PROMPTS, 5, True, **params)
+    rollout = under_test.rollout(PROMPTS, "eagle3 x5 probabilistic", **params)
     ended = [output.outputs[0] for output in rollout.outputs if output.outputs[0].finish_reason == "stop"]
     assert len(ended) > len(PROMPTS) / 2
     assert all(list(o.token_ids).index(20) == len(o.token_ids) - 1 for o in ended)
@@ -263,7 +270,7 @@ def test_stop_strings_under_sampling(under_test):
 
 def test_stop_strings_with_logprobs(under_test):
     params = {"temperature": 1.0, "max_tokens": 64, "detokenize": True, "stop": ["w20", "w11"]}
-    for output in under_test.rollout(PROMPTS, 5, True, logprobs=0, n=2, **params).outputs:
+    for output in under_test.rollout(PROMPTS, "eagle3 x5 probabilistic", logprobs=0, n=2, **params).outputs:
         for sample in output.outputs:
             assert len(sample.logprobs) == len(sample.token_ids)
             assert all(token in given for token, given in zip(sample.token_ids, sample.logprobs, strict=True))
@@ -273,12 +280,12 @@ def test_stop_strings_with_logprobs(under_test):
 def test_end_of_sequence_and_ignore_eos(under_test):
     params = {"temperature": 1.0, "max_tokens": 64}
     prompts = PROMPTS * 4
-    rollout = under_test.rollout(prompts, 5, True, ignore_eos=False, **params)
+    rollout = under_test.rollout(prompts, "eagle3 x5 probabilistic", ignore_eos=False, **params)
     ended = [ids for ids in rollout.token_ids if EOS in ids]
     assert ended
     assert all(ids.index(EOS) == len(ids) - 1 for ids in ended)
     assert all(len(ids) == 64 for ids in rollout.token_ids if EOS not in ids)
-    ignoring = under_test.rollout(prompts, 5, True, ignore_eos=True, **params).token_ids
+    ignoring = under_test.rollout(prompts, "eagle3 x5 probabilistic", ignore_eos=True, **params).token_ids
     assert all(len(ids) == 64 for ids in ignoring)
     assert any(EOS in ids[:-1] for ids in ignoring)
 
@@ -287,7 +294,7 @@ def test_ends_follow_the_policy(under_test):
     exact = sequence_probabilities(under_test.policy, PROMPTS[0], 2, temperature=1.0, top_k=20).view(VOCAB_SIZE, -1)
     stop = exact.sum(1).argmax().item()
     tokens = under_test.rollout(
-        [PROMPTS[0]] * 4000, 2, True, temperature=1.0, top_k=20, max_tokens=2, stop_token_ids=[stop]
+        [PROMPTS[0]] * 4000, "eagle3 x2 probabilistic", temperature=1.0, top_k=20, max_tokens=2, stop_token_ids=[stop]
     ).token_ids
     share = sum(ids == [stop] for ids in tokens) / len(tokens)
     expected = exact[stop].sum().item()
@@ -301,7 +308,7 @@ def test_ends_follow_the_policy(under_test):
 @pytest.mark.parametrize("number", [0, 1, 4])
 def test_logprobs(under_test, number):
     sampling = {"temperature": 0.7, "top_p": 0.9}
-    rollout = under_test.rollout(PROMPTS, 3, True, max_tokens=LENGTH, logprobs=number, **sampling)
+    rollout = under_test.rollout(PROMPTS, "eagle3 x3 probabilistic", max_tokens=LENGTH, logprobs=number, **sampling)
     for prompt, output in zip(PROMPTS[:8], rollout.outputs[:8], strict=True):
         sample = output.outputs[0]
         ids = torch.tensor([prompt + list(sample.token_ids)])
@@ -329,8 +336,8 @@ def test_structured_outputs(under_test, kind, constraint, pattern):
 
     params = {"max_tokens": 12, "detokenize": True, "ignore_eos": False}
     params["structured_outputs"] = StructuredOutputsParams(**{kind: constraint})
-    for probabilistic in (False, True):
-        rollout = under_test.rollout(PROMPTS, 3, probabilistic, temperature=1.0, **params)
+    for drafts in ("greedy", "probabilistic"):
+        rollout = under_test.rollout(PROMPTS, eagle3(3, drafts), temperature=1.0, **params)
         texts = ["".join(output.outputs[0].text.split()) for output in rollout.outputs]
         assert all(re.fullmatch(pattern, text) for text in texts), texts
         assert all(output.outputs[0].finish_reason == "stop" for output in rollout.outputs)
@@ -340,5 +347,5 @@ def test_structured_outputs(under_test, kind, constraint, pattern):
 def test_temperature_top_p_and_top_k_together(under_test):
     sampling = {"temperature": 0.7, "top_p": 0.9, "top_k": 8}
     prompts = PROMPTS * 4
-    tokens = under_test.rollout(prompts, 3, True, max_tokens=64, **sampling).token_ids
+    tokens = under_test.rollout(prompts, "eagle3 x3 probabilistic", max_tokens=64, **sampling).token_ids
     assert rollout_p_value(under_test.policy, prompts, tokens, **sampling) > SIGNIFICANCE

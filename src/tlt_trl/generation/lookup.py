@@ -28,7 +28,7 @@ class _History:
     num_tokens: int = 0
 
 
-class NgramDrafter:
+class LookupDrafter:
     """
     Looks draft tokens up in what was already written after the same prompt.
 
@@ -58,6 +58,11 @@ class NgramDrafter:
         self.num_tokens = 0
         self._histories: OrderedDict[tuple[int, ...], _History] = OrderedDict()
         self._running: dict[str, tuple[_History, _Text]] = {}
+
+    @property
+    def num_running(self) -> int:
+        """Samples that draft tokens were proposed for and that are not finished."""
+        return len(self._running)
 
     def propose(
         self, request_id: str, prompt: Sequence[int], answer: Sequence[int], num_draft_tokens: int

@@ -1,13 +1,12 @@
-"""Steps the engine until every sample is finished, asks the selector before each step, and tells it what happened."""
+"""Steps the engine until every sample is finished; the selector chooses each step and hears what it did."""
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ..strategy import StepLedger, Strategy
+from ..strategy import Selector, StepLedger, Strategy
 from .engine import EngineStep, RolloutEngine
-from .lookup import NgramDrafter
+from .lookup import LookupDrafter
 
 
 if TYPE_CHECKING:
@@ -59,15 +58,15 @@ class RolloutStats:
     lookup_tokens: int = 0
     accepted_lookup_tokens: int = 0
 
-    def add_step(self, step: EngineStep, looked_up: bool = False) -> None:
-        """Adds a step; `looked_up` says where the tokens came from that it verified."""
+    def add_step(self, step: EngineStep) -> None:
+        """Adds a step."""
         self.steps += 1
         self.seconds += step.seconds
         self.emitted_tokens += step.emitted_tokens
         if not step.draft_tokens:
             return
         self.speculative_steps += 1
-        if looked_up:
+        if step.verified.method == "ngram":
             self.lookups += step.drafts
             self.lookup_tokens += step.draft_tokens
             self.accepted_lookup_tokens += sum(step.accepted_by_position)
@@ -114,7 +113,7 @@ class RolloutLoop:
             `update(strategy, batch_size, emitted_tokens, seconds, ...)`.
     """
 
-    def __init__(self, engine: RolloutEngine, selector):
+    def __init__(self, engine: RolloutEngine, selector: Selector):
         self.engine = engine
         self.selector = selector
         # Ranks of a tensor-parallel group run one engine: they must not draft different numbers of tokens.
@@ -122,37 +121,23 @@ class RolloutLoop:
         self.stats = RolloutStats()
         self.disabled: set[str] = set()  # reasons for which speculation is off, whatever the selector says
         self.ledger = StepLedger(selector)
-        self.ngram = NgramDrafter()
+        self.lookup = LookupDrafter()
         self._looks_up = any(strategy.method == "ngram" for strategy in selector.strategies)
-        # Strategies of the steps that are scheduled and not yet observed: an asynchronous scheduler runs ahead.
-        self._scheduled: deque[Strategy] = deque()
-        self._last: Strategy | None = None
         self._context_tokens = 0
 
-    def _choose(self, batch_size: int) -> int:
-        """Called by the engine's scheduler in every step, with the number of requests that this step runs."""
+    def _choose(self, batch_size: int) -> Strategy:
         chosen = Strategy.off() if self.disabled else self.selector.select(batch_size, self._context_tokens)
-        chosen = self.agree(chosen)
-        self._scheduled.append(chosen)
-        if chosen.method == "ngram":
-            self.engine.num_lookup_tokens = chosen.num_draft_tokens
-            return 0
-        self.engine.num_lookup_tokens = 0
-        if not chosen.is_off:
-            self.engine.set_probabilistic_drafts(chosen.draft_sampling == "probabilistic")
-        return chosen.num_draft_tokens
+        return self.agree(chosen)
 
     def run(self) -> list["RequestOutput"]:
         """
         Returns:
             `list[RequestOutput]`: The finished requests in the order in which they were added.
         """
-        self.engine.schedule.choose = self._choose
+        self.engine.choose = self._choose
+        self.engine.lookup = self.lookup
         self.selector.start_rollout()
-        self.engine.ngram = self.ngram
-        self.ngram.start_rollout()
-        self._scheduled.clear()
-        self._last = None
+        self.lookup.start_rollout()
         self._context_tokens = 0  # what the last rollout ended with is gone
         finished = []
         try:
@@ -174,21 +159,20 @@ class RolloutLoop:
         return finished
 
     def _remember(self, output: "RequestOutput") -> None:
-        """Gives the answer to the n-gram drafter, for the samples of the same prompt that still run or will."""
+        """Lets the lookup see the answer, for the samples of the same prompt that still run or will."""
         if self._looks_up and output.prompt_token_ids:
             for completion in output.outputs:
-                self.ngram.remember(output.prompt_token_ids, list(completion.token_ids))
+                self.lookup.remember(output.prompt_token_ids, list(completion.token_ids))
 
     def _observe(self, step: EngineStep) -> None:
-        strategy, last = self._scheduled.popleft(), self._last
-        self.stats.add_step(step, looked_up=last is not None and last.method == "ngram")
-        self._last = strategy
+        self.stats.add_step(step)
         self._context_tokens = step.context_tokens
+        strategy = step.proposed
         # The tokens of a step come from the drafts of the one before: where the two strategies differ, its seconds and
-        # its tokens belong to different choices, and a selector that learnt from it would be misled. So it would by a
-        # drafter cut short at the end of the context; a lookup finds as many tokens as it finds.
-        whole = strategy.method == "ngram" or step.num_verified == strategy.num_draft_tokens
-        steady = strategy == last and whole and not step.has_prefill
+        # its tokens belong to different choices, and a selector that learnt from it would be misled. A drafter cut
+        # short at the end of the context would mislead it too; a lookup finds as many tokens as it finds.
+        is_whole = strategy.method == "ngram" or step.num_verified == strategy.num_draft_tokens
+        steady = strategy == step.verified and is_whole and not step.has_prefill
         self.ledger.add(strategy, step.batch_size, step.emitted_tokens, step.seconds, step.context_tokens, steady)
         # Evaluations teach it too: a selector that tried something and never heard how it went would stay with it.
         if not self.disabled and steady:

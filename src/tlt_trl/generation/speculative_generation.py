@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel
-from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration, empty_cache
 
 from ..drafter.checkpoint import save_drafter
@@ -18,19 +17,13 @@ from ..drafter.initialization import inner_language_model
 from ..strategy import Strategy
 from ..telemetry.alarms import Alarms
 from ..telemetry.timeline import WEIGHT_SYNC, Timeline
-from ..vllm_internals import cpu
+from ..upstream import replaced_llm
+from ..vllm_internals.contract import UnsupportedEngineError, no_auxiliary_states_message, supports_eagle3
+from ..vllm_internals.prepare import prepare_vllm
+from ..vllm_internals.weights import WeightMismatchError
 from .canary import InexactEngineError, failure_message, run_canary
 from .cuda_graphs import plan_cuda_graphs
-from .engine import (
-    RolloutEngine,
-    UnsupportedEngineError,
-    WeightMismatchError,
-    check_vllm_version,
-    choose_model_runner,
-    keep_drafter_head,
-    no_auxiliary_states_message,
-    supports_eagle3,
-)
+from .engine import RolloutEngine
 from .rollout_loop import RolloutLoop
 
 
@@ -95,10 +88,7 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
         if self.mode != "colocate":
             return super()._init_vllm()
 
-        check_vllm_version()
-        cpu.register()  # the plugin entry point does it too, but only for an installed package
-        choose_model_runner()
-        keep_drafter_head()
+        prepare_vllm()
         _refuse_quantized(self.model)
         architectures = self.model.config.architectures or [type(inner_language_model(self.model)).__name__]
         if not supports_eagle3(architectures):
@@ -106,14 +96,8 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
         self.drafter = self._build_drafter(self.model, self._dist.gather_params)
         with tempfile.TemporaryDirectory(prefix="tlt-trl-drafter-") as drafter_dir:
             save_drafter(self.drafter, drafter_dir, provenance={})
-            # TRL builds `LLM(...)` with a fixed keyword list and no hook for more, see
-            # https://github.com/huggingface/trl/pull/5605, which covers server mode only.
-            original_llm = vllm_generation.LLM
-            vllm_generation.LLM = functools.partial(self._build_llm, original_llm, drafter_dir)
-            try:
+            with replaced_llm(functools.partial(self._build_llm, drafter_dir)):
                 super()._init_vllm()
-            finally:
-                vllm_generation.LLM = original_llm
         self.engine = RolloutEngine(self.llm)
         self.rollout_loop = RolloutLoop(
             self.engine, self._make_selector(self.engine.max_num_seqs, self.engine.can_look_up)
@@ -133,7 +117,7 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
         torch.distributed.broadcast(index, group=self.tp_group, group_src=0)
         return strategies[int(index.item())]
 
-    def _build_llm(self, llm_class, drafter_dir: str, **trl_kwargs):
+    def _build_llm(self, drafter_dir: str, llm_class, **trl_kwargs):
         """TRL's engine with a drafter; `vllm_engine_kwargs` have the last word."""
         kwargs = trl_kwargs | (self.args.vllm_engine_kwargs or {})
         if self.accelerator.device.type == "cuda":
@@ -192,7 +176,7 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
             empty_cache()
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
-        self.engine.push_target(self._policy_weights(), verify=self.args.verify_weight_sync)
+        self.engine.push_policy(self._policy_weights(), verify=self.args.verify_weight_sync)
         # Sleep level 2 discards the drafter's weights too, and silently: text stays right, acceptance falls to 1.0.
         self._push_drafter()
         self.engine.reset_prefix_cache()

@@ -6,8 +6,7 @@ import socket
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..vllm_internals import cpu
-from .engine import check_vllm_version, choose_model_runner, keep_drafter_head
+from ..vllm_internals.prepare import prepare_vllm
 from .speculative_generation import make_rollout_llm_class, speculative_config
 
 
@@ -53,15 +52,12 @@ def build_llm(
         **engine_kwargs:
             Further arguments of `vllm.LLM`.
     """
-    check_vllm_version()
     # Both must be set before vLLM is imported: the engine has to live in this process to be stepped from here.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("MASTER_PORT", str(free_port()))
-    cpu.register()
-    choose_model_runner()
-    keep_drafter_head()
+    prepare_vllm()
     from vllm import LLM
     from vllm.platforms import current_platform
 

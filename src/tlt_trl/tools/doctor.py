@@ -80,7 +80,7 @@ def check_device() -> Iterator[Finding]:
 
 def check_model(model: str) -> Iterator[Finding]:
     """Whether vLLM can draft for this policy at all."""
-    from ..generation.engine import no_auxiliary_states_message, supports_eagle3
+    from ..vllm_internals.contract import no_auxiliary_states_message, supports_eagle3
 
     architectures = AutoConfig.from_pretrained(model).architectures or []
     name = ", ".join(architectures)

@@ -24,10 +24,11 @@ from ..drafter.checkpoint import run_facts, save_drafter
 from ..drafter.hub import write_model_card
 from ..drafter.modeling_drafter import Drafter
 from ..drafter.pretraining import DrafterWarmup, draft_token_ids_for
-from ..generation.engine import RolloutEngine, UnsupportedEngineError, no_auxiliary_states_message, supports_eagle3
+from ..generation.engine import RolloutEngine
 from ..generation.rollout_loop import RolloutLoop
 from ..generation.standalone import build_llm, completion_ids
 from ..strategy import Strategy, make_selector
+from ..vllm_internals.contract import UnsupportedEngineError, no_auxiliary_states_message, supports_eagle3
 
 
 if TYPE_CHECKING:
@@ -220,7 +221,7 @@ class AnswerSampler:
         # Before it has been trained the drafter accepts next to nothing: not worth a trial.
         llm.rollout_loop = self._loop_without_drafter = loop(lookups or [Strategy.off()])
         self._loop_with_drafter = loop(drafts + lookups)
-        self._loop_with_drafter.ngram = self._loop_without_drafter.ngram
+        self._loop_with_drafter.lookup = self._loop_without_drafter.lookup
 
     @property
     def is_done(self) -> bool:

@@ -12,6 +12,8 @@ import os
 
 import torch
 
+from .contract import replace, require
+
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +74,8 @@ def repair_expand_kernel() -> None:
     """
     from vllm.utils import cpu_triton_utils
 
-    if cpu_triton_utils._expand_kernel_impl is expand_kernel or expand_works(cpu_triton_utils._expand_kernel_impl):
+    installed = require(cpu_triton_utils, "_expand_kernel_impl")
+    if installed is expand_kernel or expand_works(installed):
         return
     cpu_triton_utils._expand_kernel_impl = expand_kernel
 
@@ -94,7 +97,7 @@ def register_kernel_overrides_once() -> None:
     """
     from vllm.platforms.cpu import CpuPlatform
 
-    original = CpuPlatform.register_triton_kernel_overrides
+    original = require(CpuPlatform, "register_triton_kernel_overrides")
     if isinstance(original, functools._lru_cache_wrapper):
         return
     CpuPlatform.register_triton_kernel_overrides = staticmethod(functools.lru_cache(maxsize=1)(original))
@@ -109,6 +112,7 @@ def speed_up_recovered_tokens() -> None:
     """
     from vllm.v1.sample import rejection_sampler
 
+    require(rejection_sampler, "sample_recovered_tokens")
     rejection_sampler.sample_recovered_tokens = sample_recovered_tokens
 
 
@@ -178,8 +182,6 @@ def sample_by_inversion(sampler) -> None:
     """
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
-    stock_forward = sampler.forward
-
     def forward(logits, generators, k, p):
         if generators or sampler.logprobs_mode != "processed_logprobs":
             return stock_forward(logits, generators, k, p)
@@ -187,7 +189,7 @@ def sample_by_inversion(sampler) -> None:
         uniform = torch.rand(len(logprobs), dtype=torch.float64, device=logprobs.device)
         return _invert(logprobs.exp().cumsum(dim=-1, dtype=torch.float64), uniform), logprobs
 
-    sampler.forward = forward
+    stock_forward = replace(sampler, "forward", forward)
 
 
 def _invert(cumulative: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
