@@ -1,6 +1,6 @@
 import pytest
 import torch
-from lossless_tools import EngineUnderTest, save_predictable_policy, trained_drafter
+from tests.lossless.lossless_tools import EngineUnderTest, save_predictable_policy, trained_drafter
 
 
 @pytest.fixture(scope="session")

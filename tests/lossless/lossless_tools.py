@@ -109,6 +109,7 @@ class EngineUnderTest:
             policy_dir, drafter=drafter_dir, max_draft_tokens=MAX_DRAFT_TOKENS, **(defaults | options)
         )
         self.engine = RolloutEngine(self.llm)
+        self.engine.repeats_seeds = True  # most tests play one strategy
 
     def rollout(
         self,

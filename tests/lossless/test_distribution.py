@@ -8,7 +8,7 @@ import random
 
 import pytest
 import torch
-from lossless_tools import (
+from tests.lossless.lossless_tools import (
     MAX_DRAFT_TOKENS,
     SIGNIFICANCE,
     VOCAB_SIZE,

@@ -1,7 +1,13 @@
 """A drafter over part of the vocabulary: its probabilities have another width, and some tokens it can never draft."""
 
 import pytest
-from lossless_tools import SIGNIFICANCE, eagle3, rollout_p_value, sequence_p_value, sequence_probabilities
+from tests.lossless.lossless_tools import (
+    SIGNIFICANCE,
+    eagle3,
+    rollout_p_value,
+    sequence_p_value,
+    sequence_probabilities,
+)
 
 
 pytest.importorskip("vllm")

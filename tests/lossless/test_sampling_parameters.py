@@ -9,7 +9,7 @@ import re
 
 import pytest
 import torch
-from lossless_tools import (
+from tests.lossless.lossless_tools import (
     SIGNIFICANCE,
     VOCAB_SIZE,
     eagle3,

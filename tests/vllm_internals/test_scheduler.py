@@ -18,7 +18,11 @@ class Scheduler:
     def __init__(self):
         self.dynamic_sd_lookup = [0, 5]
         self.requests = {}
+        self.running = []
         self.handed_over = []
+
+    def add_request(self, request):
+        self.requests[request.request_id] = request
 
     def update_from_output(self, scheduler_output, model_runner_output):
         new = [SimpleNamespace(new_token_ids=tokens) for tokens in model_runner_output.sampled_token_ids]
@@ -125,6 +129,21 @@ def test_draft_tokens_are_looked_up_in_place_of_the_drafters():
     drafted = SimpleNamespace(req_ids=["a"], draft_token_ids=[[4, 5]])
     steps.scheduler.update_draft_token_ids(drafted)
     assert steps.scheduler.handed_over[-1] == [[4, 5]]
+
+
+def test_steps_with_a_request_that_cannot_be_exact_are_plain():
+    steps = Steps(TWO, TWO)
+    steps.steered.is_exact = lambda params: params != "min_tokens"
+    requests = [SimpleNamespace(request_id=name, sampling_params=name) for name in ("a", "min_tokens")]
+    for request in requests:
+        steps.scheduler.add_request(request)
+    steps.scheduler.running = requests[:1]
+    assert steps.schedule() == 2  # the other one is waiting
+    steps.scheduler.running = requests
+    assert steps.schedule() == 0
+    del steps.scheduler.requests["min_tokens"]
+    assert steps.schedule() == 2
+    assert steps.applied == [TWO, OFF, TWO]
 
 
 def test_a_strategy_that_the_engine_was_not_built_for_is_an_error():

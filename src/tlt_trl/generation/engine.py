@@ -5,6 +5,7 @@ The caller chooses the speculation of every step, hears what the step did, and p
 read-back. What is private in vLLM is known to `vllm_internals/` alone.
 """
 
+import logging
 import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
@@ -20,10 +21,14 @@ from ..vllm_internals.proposer import SteeredProposer
 from ..vllm_internals.scheduler import EngineStep, SteeredScheduler
 from ..vllm_internals.weights import EngineWeights
 from .lookup import LookupDrafter
+from .sampling_parameters import inexact_parameter, remedy_for
 
 
 if TYPE_CHECKING:
-    from vllm import LLM, RequestOutput
+    from vllm import LLM, RequestOutput, SamplingParams
+
+
+logger = logging.getLogger(__name__)
 
 
 class RolloutEngine:
@@ -45,6 +50,9 @@ class RolloutEngine:
             `None` in a plain engine.
         lookup ([`LookupDrafter`], *optional*):
             Where strategies of the method "ngram" look their draft tokens up.
+        repeats_seeds (`bool`):
+            Whether every step drafts the same number of tokens greedily, so that a request with a seed gives the same
+            text again. Else steps with such a request are plain.
 
     Raises:
         [`UnsupportedEngineError`]: If the engine runs in another process, uses a model runner that is not known, or
@@ -66,6 +74,9 @@ class RolloutEngine:
         self.can_look_up = parts.can_defer and not parts.is_asynchronous
         self._scheduler = SteeredScheduler(parts.scheduler, max_draft_tokens, self.can_look_up, self._apply)
         self._scheduler.look_up = self._look_up
+        self._scheduler.is_exact = self._is_exact
+        self.repeats_seeds = False
+        self._warned_of: set[str] = set()
         self.lookup: LookupDrafter | None = None
         process_tokens_one_by_one(parts.llm_engine)
         if parts.is_cpu and fast_cpu_sampling:
@@ -113,6 +124,18 @@ class RolloutEngine:
 
     def _look_up(self, request_id, prompt, answer, num_draft_tokens) -> list[int]:
         return self.lookup.propose(request_id, prompt, answer, num_draft_tokens)
+
+    def _is_exact(self, params: "SamplingParams") -> bool:
+        name = inexact_parameter(params, self.repeats_seeds)
+        if name is not None and name not in self._warned_of:
+            self._warned_of.add(name)
+            logger.warning(
+                "A request sets `%s`, which is not exact under speculation: steps in which such a request runs are "
+                "plain decoding. %s",
+                name,
+                remedy_for(name),
+            )
+        return name is None
 
     def has_unfinished_requests(self) -> bool:
         return self._parts.has_unfinished_requests()

@@ -1,7 +1,12 @@
 """Sampling parameters under speculation: which are honoured, and which are refused because they would not be."""
 
 from collections.abc import Mapping
-from typing import Any
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
 
 
 # Parameters that vLLM does not honour while it speculates: the value that means "unset", and what to do instead.
@@ -62,10 +67,40 @@ def check_sampling_parameters(parameters: Mapping[str, Any], source: str, adapti
         adaptive (`bool`, *optional*, defaults to `True`):
             Whether the number of draft tokens may change from step to step, or drafts are drawn at random.
     """
-    refused = REFUSED_PARAMETERS | (REFUSED_WITH_ADAPTIVE_LENGTHS if adaptive else {})
-    for name, (unset, remedy) in refused.items():
+    for name, (unset, remedy) in _refused(adaptive).items():
         value = parameters.get(name)
         if value is not None and value != unset:
             raise ValueError(
                 f"`{name}={value!r}` ({source}) cannot be used with speculation, in training or evaluation: {remedy}."
             )
+
+
+def inexact_parameter(params: "SamplingParams", repeats_seeds: bool) -> str | None:
+    """
+    Name of a parameter of one request that speculation would not honour.
+
+    Args:
+        params (`vllm.SamplingParams`):
+            Parameters of the request.
+        repeats_seeds (`bool`):
+            Whether every step drafts the same number of tokens, greedily.
+
+    Returns:
+        `str` or `None`: `None` when the request is exact.
+    """
+    refused = _refused(adaptive=not repeats_seeds)
+    values = attrgetter(*refused)(params)
+    for (name, (unset, _)), value in zip(refused.items(), values, strict=True):
+        if value is not None and value != unset:
+            return name
+    return None
+
+
+def remedy_for(name: str) -> str:
+    """What to do instead of setting that parameter, as a sentence."""
+    remedy = _refused(adaptive=True)[name][1]
+    return f"{remedy[0].upper()}{remedy[1:]}."
+
+
+def _refused(adaptive: bool) -> dict[str, tuple[Any, str]]:
+    return REFUSED_PARAMETERS | (REFUSED_WITH_ADAPTIVE_LENGTHS if adaptive else {})

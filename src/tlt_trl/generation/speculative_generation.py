@@ -19,6 +19,7 @@ from ..telemetry.alarms import Alarms
 from ..telemetry.timeline import WEIGHT_SYNC, Timeline
 from ..upstream import replaced_llm
 from ..vllm_internals.contract import UnsupportedEngineError, no_auxiliary_states_message, supports_eagle3
+from ..vllm_internals.llm import make_rollout_llm_class
 from ..vllm_internals.prepare import prepare_vllm
 from ..vllm_internals.weights import WeightMismatchError
 from .canary import InexactEngineError, failure_message, run_canary
@@ -40,7 +41,7 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
     Colocated vLLM generation with speculative decoding; in server mode it is TRL's class unchanged.
 
     Only three things differ from [`~trl.generation.vllm_generation.VLLMGeneration`]: the engine is built with a
-    `speculative_config`, `llm.generate` runs [`RolloutLoop`] instead of one blocking call, and `sync_weights` pushes
+    `speculative_config`, the engine is stepped by a [`RolloutLoop`], and `sync_weights` pushes
     policy and drafter together and reads them back. TRL's `generate` is used as it is, so that tensor parallelism,
     images, structured outputs and sleep mode keep their one implementation.
 
@@ -244,23 +245,3 @@ def _refuse_quantized(policy) -> None:
             "The policy is quantised (`quantization_config`); neither a drafter nor the weight sync with read-back "
             "can work with packed weights. Load it unquantised (LoRA works), or use TRL's GRPOTrainer."
         )
-
-
-@functools.lru_cache(maxsize=1)
-def make_rollout_llm_class(base):
-    """
-    Subclass of `vllm.LLM` whose `generate` steps the engine through a [`RolloutLoop`].
-
-    It is made on demand so that importing this package does not import vLLM.
-    """
-
-    class RolloutLLM(base):
-        rollout_loop: RolloutLoop | None = None
-
-        def generate(self, prompts, sampling_params=None, *, use_tqdm=False, **kwargs):
-            if self.rollout_loop is None:
-                return super().generate(prompts, sampling_params, use_tqdm=use_tqdm, **kwargs)
-            self.enqueue(prompts, sampling_params, use_tqdm=use_tqdm, **kwargs)
-            return self.rollout_loop.run()
-
-    return RolloutLLM

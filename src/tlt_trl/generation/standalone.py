@@ -6,8 +6,9 @@ import socket
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..vllm_internals.llm import make_rollout_llm_class
 from ..vllm_internals.prepare import prepare_vllm
-from .speculative_generation import make_rollout_llm_class, speculative_config
+from .speculative_generation import speculative_config
 
 
 if TYPE_CHECKING:

@@ -88,6 +88,9 @@ class SteeredScheduler:
         self.choose: Callable[[int], Strategy] = lambda batch_size: Strategy("eagle3", max_draft_tokens)
         # Draft tokens for (request id, prompt, answer, number of tokens wanted).
         self.look_up: Callable[[str, Sequence[int], Sequence[int], int], list[int]] = lambda *request: []
+        # Whether a request with these `SamplingParams` is exact under speculation.
+        self.is_exact: Callable[[Any], bool] = lambda params: True
+        self._inexact_requests: set[str] = set()
         self._scheduler = scheduler
         self._on_choice = on_choice
         # Choices for steps that are scheduled and not yet observed: an asynchronous scheduler runs ahead.
@@ -97,12 +100,13 @@ class SteeredScheduler:
         self._update_from_output = replace(scheduler, "update_from_output", self._observe)
         if max_draft_tokens:
             replace(scheduler, "dynamic_sd_lookup", self)
+            self._add_request = replace(scheduler, "add_request", self._check_and_add)
         if can_look_up:
             self._update_draft_token_ids = replace(scheduler, "update_draft_token_ids", self._hand_over_draft_tokens)
 
     def __getitem__(self, batch_size: int) -> int:
         """Asked by the scheduler: draft tokens that the drafter shall propose in the step being scheduled."""
-        strategy = self.choose(batch_size)
+        strategy = Strategy.off() if self._runs_inexact_request() else self.choose(batch_size)
         if strategy.num_draft_tokens > self.max_draft_tokens:
             raise ValueError(
                 f"The strategy {strategy} asks for more than the {self.max_draft_tokens} draft tokens that the engine "
@@ -127,6 +131,19 @@ class SteeredScheduler:
         self._chosen.clear()
         self._proposed = Strategy.off()
         self._step = None
+
+    def _check_and_add(self, request: Any) -> None:
+        """Takes the place of `scheduler.add_request`, by which every request comes, whoever has made it."""
+        if not self.is_exact(request.sampling_params):
+            self._inexact_requests.add(request.request_id)
+        self._add_request(request)
+
+    def _runs_inexact_request(self) -> bool:
+        """A step in which one runs proposes nothing, so that it is plain in the next one too."""
+        if not self._inexact_requests:
+            return False
+        self._inexact_requests &= self._scheduler.requests.keys()
+        return any(request.request_id in self._inexact_requests for request in self._scheduler.running)
 
     def _observe(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """
