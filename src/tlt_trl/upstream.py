@@ -1,5 +1,6 @@
 """
-Every name of TRL, transformers, accelerate and torch that this package replaces, one function each.
+Every name of TRL, transformers, accelerate and torch that this package replaces, and the private ones that it reads,
+one function each.
 
 Each says why there is no other way in and until which version it is needed. Nothing is replaced for longer than it has
 to be: what is not a context manager is undone by nobody because it only adds what is missing.
@@ -94,6 +95,11 @@ def without_rotation_and_push(trainer: Any) -> Iterator[None]:
             yield
     finally:
         del trainer._push_from_checkpoint
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was changed in place; torch has no public name for the counter that autograd keeps."""
+    return tensor._version
 
 
 def allow_loading_to_numbered_cpu() -> None:

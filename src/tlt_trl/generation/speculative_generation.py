@@ -25,6 +25,7 @@ from ..vllm_internals.weights import WeightMismatchError
 from .canary import InexactEngineError, failure_message, run_canary
 from .cuda_graphs import plan_cuda_graphs
 from .engine import RolloutEngine
+from .policy_mark import PolicyMark
 from .rollout_loop import RolloutLoop
 
 
@@ -76,6 +77,7 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
         self.policy_embedding: torch.Tensor | None = None
         self.policy_lm_head: torch.Tensor | None = None
         self.sync_seconds = 0.0
+        self._synced_mark: PolicyMark | None = None
         self.alarms = Alarms()
         self.timeline: Timeline | None = None
         # Counts trainings of the drafter; the second is the version that the engine holds.
@@ -181,7 +183,21 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
         # Sleep level 2 discards the drafter's weights too, and silently: text stays right, acceptance falls to 1.0.
         self._push_drafter()
         self.engine.reset_prefix_cache()
+        # Not before: TRL merges adapters into the weights for the push and takes them out again.
+        self._synced_mark = PolicyMark.of(self.model.parameters())
         self.sync_seconds += time.perf_counter() - started
+
+    def holds_policy(self) -> bool:
+        """
+        Whether the engine's policy is the one that was trained last, whatever has changed it: an optimiser step, a
+        checkpoint, a callback, `load_state_dict`.
+
+        Every rank must call it, for all of them sync or none.
+        """
+        changed = torch.tensor(
+            [float(PolicyMark.of(self.model.parameters()) != self._synced_mark)], device=self.accelerator.device
+        )
+        return not self.accelerator.reduce(changed, reduction="sum").item()
 
     def _push_drafter(self) -> None:
         try:
