@@ -3,7 +3,7 @@ import os
 import pytest
 from transformers import LlamaConfig
 
-from tlt_trl.generation.speculative_generation import _refuse_quantized
+from tlt_trl.generation.policy_checks import check_not_quantized
 from tlt_trl.vllm_internals.prepare import choose_model_runner
 
 
@@ -25,6 +25,6 @@ def test_a_quantised_policy_is_refused():
         config = LlamaConfig(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
 
     with pytest.raises(ValueError, match="quantization_config"):
-        _refuse_quantized(Policy())
+        check_not_quantized(Policy())
     Policy.config = LlamaConfig()
-    _refuse_quantized(Policy())
+    check_not_quantized(Policy())

@@ -6,6 +6,7 @@ got it wrong quietly: a temperature read from uninitialised memory, log-probs sh
 The text still looks right; what is learnt from it is not.
 """
 
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,8 +20,13 @@ if TYPE_CHECKING:
     from .engine import RolloutEngine
 
 
+logger = logging.getLogger(__name__)
+
+
 # Any tokens do: the check compares two passes over what the engine itself answers.
 CANARY_PROMPT = list(range(4, 12))
+CANARY_TOKENS = 24
+MIN_CANARY_TOKENS = 4  # fewer would hardly verify a draft
 VOCAB_SIZE = 32
 NUM_REQUESTS = 10_000
 NUM_DRAFT_TOKENS = 3
@@ -235,7 +241,16 @@ def run_canary(engine: "RolloutEngine", has_weights: bool = True) -> list[Canary
     """
     results = check_sampler(engine.rejection_sample, engine.device)
     if has_weights:
-        speculative, plain = engine.speculative_and_plain_logprobs(CANARY_PROMPT)
+        # The plain pass samples one more token, and vLLM keeps a position free.
+        num_tokens = min(CANARY_TOKENS, engine.max_model_len - len(CANARY_PROMPT) - 2)
+        if num_tokens < MIN_CANARY_TOKENS:
+            logger.warning(
+                "Log-probs under speculation were not checked: a context of %d tokens is too short for it. The "
+                "engine's sampler was.",
+                engine.max_model_len,
+            )
+            return results
+        speculative, plain = engine.speculative_and_plain_logprobs(CANARY_PROMPT, num_tokens=num_tokens)
         results.append(check_engine_logprobs(speculative, plain, engine.dtype))
     return results
 

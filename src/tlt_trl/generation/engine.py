@@ -96,6 +96,11 @@ class RolloutEngine:
         return self._parts.max_num_seqs
 
     @property
+    def max_model_len(self) -> int:
+        """Largest number of tokens of prompt and completion."""
+        return self._parts.max_model_len
+
+    @property
     def max_draft_tokens(self) -> int:
         """Draft tokens that the engine was built for; 0 in a plain engine."""
         return self._scheduler.max_draft_tokens

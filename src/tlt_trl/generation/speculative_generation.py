@@ -13,18 +13,17 @@ from transformers import PreTrainedModel
 from trl.generation.vllm_generation import VLLMGeneration, empty_cache
 
 from ..drafter.checkpoint import save_drafter
-from ..drafter.initialization import inner_language_model
 from ..strategy import Strategy
 from ..telemetry.alarms import Alarms
 from ..telemetry.timeline import WEIGHT_SYNC, Timeline
 from ..upstream import replaced_llm
-from ..vllm_internals.contract import UnsupportedEngineError, no_auxiliary_states_message, supports_eagle3
 from ..vllm_internals.llm import make_rollout_llm_class
 from ..vllm_internals.prepare import prepare_vllm
 from ..vllm_internals.weights import WeightMismatchError
 from .canary import InexactEngineError, failure_message, run_canary
 from .cuda_graphs import plan_cuda_graphs
 from .engine import RolloutEngine
+from .policy_checks import check_policy
 from .policy_mark import PolicyMark
 from .rollout_loop import RolloutLoop
 
@@ -92,10 +91,7 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
             return super()._init_vllm()
 
         prepare_vllm()
-        _refuse_quantized(self.model)
-        architectures = self.model.config.architectures or [type(inner_language_model(self.model)).__name__]
-        if not supports_eagle3(architectures):
-            raise UnsupportedEngineError(no_auxiliary_states_message(architectures))
+        check_policy(self.model, self.trust_remote_code)
         self.drafter = self._build_drafter(self.model, self._dist.gather_params)
         with tempfile.TemporaryDirectory(prefix="tlt-trl-drafter-") as drafter_dir:
             save_drafter(self.drafter, drafter_dir, provenance={})
@@ -253,11 +249,3 @@ def speculative_config(drafter: str, max_draft_tokens: int, max_num_seqs: int, d
         # Reserves memory for the drafter's probabilities; each strategy then says whether they are used.
         "draft_sample_method": "greedy" if draft_sampling == "greedy" else "probabilistic",
     }
-
-
-def _refuse_quantized(policy) -> None:
-    if policy.config.to_dict().get("quantization_config") is not None:
-        raise ValueError(
-            "The policy is quantised (`quantization_config`); neither a drafter nor the weight sync with read-back "
-            "can work with packed weights. Load it unquantised (LoRA works), or use TRL's GRPOTrainer."
-        )

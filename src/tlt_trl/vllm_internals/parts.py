@@ -81,6 +81,10 @@ class EngineParts:
         return self.config.scheduler_config.max_num_seqs
 
     @property
+    def max_model_len(self) -> int:
+        return self.config.model_config.max_model_len
+
+    @property
     def is_asynchronous(self) -> bool:
         """Whether the scheduler runs ahead of the model."""
         return self.config.scheduler_config.async_scheduling

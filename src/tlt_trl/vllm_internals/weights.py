@@ -13,6 +13,10 @@ class WeightMismatchError(RuntimeError):
     """The weights in the engine are not those that were pushed."""
 
 
+class NonFinitePolicyError(FloatingPointError):
+    """The policy that was to be pushed holds NaN or infinity."""
+
+
 class EngineWeights:
     """
     The policy's and the drafter's weights inside an engine.
@@ -74,6 +78,14 @@ class EngineWeights:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights as they come, leaving a fingerprint of each."""
         for name, tensor in weights:
+            # One pass without a temporary. Products with a broken weight differ from themselves, so without this the
+            # comparison below would blame the engine.
+            if tensor.numel() and not torch.linalg.vector_norm(tensor, float("inf")).isfinite():
+                raise NonFinitePolicyError(
+                    f"The policy's weight {name} holds NaN or infinity, so its training has diverged; the engine was "
+                    "not changed further. Look at the loss and `grad_norm` of the steps before: lower `learning_rate` "
+                    "or `max_grad_norm`, check the reward function for NaN, or resume from an earlier checkpoint."
+                )
             fingerprints[name] = fingerprint_of_weight(tensor, self._parts.dtype)
             yield name, tensor
         # A tied head is not among the weights, but the engine may multiply by a copy of its own.
