@@ -102,8 +102,8 @@ def test_pairs_the_state_at_t_with_the_token_at_t_plus_1(make_drafter, make_samp
 @pytest.mark.parametrize("step", [0, 1, 3])
 def test_attention_equals_its_reference(batch, step, use_flash, monkeypatch):
     if not use_flash:
-        monkeypatch.setattr(attention, "_block_forward", attention.plain_block_forward)
-        monkeypatch.setattr(attention, "_block_backward", attention.plain_block_backward)
+        monkeypatch.setattr(attention, "block_forward", attention.plain_block_forward)
+        monkeypatch.setattr(attention, "block_backward", attention.plain_block_backward)
         monkeypatch.setattr(attention, "QUERY_CHUNK", 3)
     torch.manual_seed(0)
     num_rows = len(batch.rows(step))

@@ -51,10 +51,8 @@ def test_spread_accepted_keeps_the_sum(batch, k, accepted):
     assert len(spread) == k
     # 30 halvings give the rate; a sum of k powers of it has a slope of at most k (k + 1) / 2.
     assert sum(spread) == pytest.approx(accepted, rel=0, abs=batch * k * (k + 1) / 2 * 2**-30)
-    assert all(
-        late <= early + tolerance(torch.float64, k, scale=batch)
-        for early, late in zip(spread, spread[1:], strict=False)
-    )
+    rounding = tolerance(torch.float64, k, scale=batch)
+    assert all(late <= early + rounding for early, late in zip(spread, spread[1:], strict=False))
 
 
 def test_nonnegative_ridge_equals_least_squares_when_all_are_positive():
