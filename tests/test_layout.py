@@ -87,7 +87,8 @@ def own_imports(module: str, tree: ast.AST) -> Iterator[tuple[str, int]]:
 
     Also those inside functions and for type checkers: what a file cannot be read without, it depends on.
     """
-    package = module.split(".") if path_of(module).name == "__init__.py" else module.split(".")[:-1]
+    is_package = path_of(module).parent.name == module.split(".")[-1]
+    package = module.split(".") if is_package else module.split(".")[:-1]
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.level:
             base = package[: len(package) - node.level + 1] + (node.module.split(".") if node.module else [])

@@ -12,7 +12,6 @@ import torch
 from transformers import PreTrainedModel
 from trl.generation.vllm_generation import VLLMGeneration, empty_cache
 
-from ..drafter.checkpoint import save_drafter
 from ..drafter.initialization import inner_language_model
 from ..strategy import Strategy
 from ..telemetry.alarms import Alarms
@@ -96,7 +95,7 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
             raise UnsupportedEngineError(no_auxiliary_states_message(architectures))
         self.drafter = self._build_drafter(self.model, self._dist.gather_params)
         with tempfile.TemporaryDirectory(prefix="tlt-trl-drafter-") as drafter_dir:
-            save_drafter(self.drafter, drafter_dir, provenance={})
+            self.drafter.save_pretrained(drafter_dir)
             with replaced_llm(functools.partial(self._build_llm, drafter_dir)):
                 super()._init_vllm()
         self.engine = RolloutEngine(self.llm)
