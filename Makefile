@@ -13,14 +13,16 @@ IOMP := $(wildcard $(VENV)/lib/libiomp5.so)
 TCMALLOC := $(shell PATH="$$PATH:/sbin:/usr/sbin" ldconfig -p 2>/dev/null | awk '/libtcmalloc_minimal.so.4 / {print $$NF; exit}')
 RUN = $(if $(IOMP),LD_PRELOAD=$(if $(TCMALLOC),$(TCMALLOC):)$(abspath $(IOMP)) )TOKENIZERS_PARALLELISM=false $(BIN)/python
 
-.PHONY: help setup demo demo-2 test lint bench bench-strategies bench-adaptive bench-idle clean
+.PHONY: help setup demo demo-2 test test-fast test-slow test-all lint bench bench-strategies bench-adaptive bench-idle clean
 
 help:
 	@echo "make setup   virtual environment in $(VENV): vLLM for CUDA where there is a device, else for CPU"
 	@echo "make demo    GRPO with speculative rollouts on SmolLM2-135M; leaves runs/demo"
 	@echo "make demo-2  the same on two processes with a core each, and how they use the time of waiting; leaves runs/demo-2"
-	@echo "make test    the whole test suite, with the real engine"
-	@echo "make lint    ruff"
+	@echo "make test    everything that a change must pass, with the real engine (about 10 minutes)"
+	@echo "make test-fast   the part of it that starts no engine and no further processes (about a minute)"
+	@echo "make test-all    also repetitions and wide matrices (\`make test-slow\` runs only these)"
+	@echo "make lint    ruff and mypy"
 	@echo "make bench   selector overhead and simulated regret"
 	@echo "make bench-strategies   adaptive speculation against every fixed strategy, on the real engine"
 	@echo "make bench-adaptive     acceptance of a trained and of a frozen drafter while the policy moves and after it jumps"
@@ -45,6 +47,15 @@ demo-2: $(STAMP)
 		--timeline True --max_steps 8 --bench_rounds 0"
 
 test: $(STAMP)
+	@$(MAKE) --no-print-directory run ARGS="-m pytest -m 'not slow'"
+
+test-fast: $(STAMP)
+	@$(MAKE) --no-print-directory run ARGS="-m pytest -m 'not engine and not processes and not smollm2 and not slow'"
+
+test-slow: $(STAMP)
+	@$(MAKE) --no-print-directory run ARGS="-m pytest -m slow"
+
+test-all: $(STAMP)
 	@$(MAKE) --no-print-directory run ARGS="-m pytest"
 
 bench: $(STAMP)
@@ -64,10 +75,11 @@ bench-idle: $(STAMP)
 lint: $(STAMP)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
 
 .PHONY: run
 run:
 	@$(RUN) $(ARGS)
 
 clean:
-	rm -rf runs .pytest_cache .ruff_cache
+	rm -rf runs .pytest_cache .ruff_cache .mypy_cache

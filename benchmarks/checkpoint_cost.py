@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from tlt_trl.drafter import DrafterTrainer, FeatureBuffer, FeatureSample, load_drafter
+from tlt_trl.drafter import Drafter, DrafterTrainer, FeatureBuffer, FeatureSample
 from tlt_trl.drafter.checkpoint import DrafterSnapshot, run_facts
 from tlt_trl.drafter.training_state import CheckpointWriter, cpu_copy
 
@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--saves", type=int, default=5)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
-    drafter = load_drafter(args.drafter)
+    drafter = Drafter.from_pretrained(args.drafter)
     buffer = full_buffer(drafter.config, args.buffer_tokens)
     trainer = DrafterTrainer(drafter, buffer, max_tokens_per_step=256)
     embedding = torch.randn(drafter.config.vocab_size, drafter.config.hidden_size)

@@ -63,6 +63,7 @@ def test_resume_on_one_process(tmp_path):
     assert provenance["policy_steps"] == 6 and provenance["tokens_trained"] == resumed["drafter_tokens"] > 0
 
 
+@pytest.mark.processes
 def test_resume_on_two_processes(tmp_path):
     policy = save_tiny_policy(tmp_path / "policy", vocab_size=64, num_layers=2)
     config = ROOT / "accelerate_configs" / "cpu_2_processes.yaml"

@@ -15,8 +15,9 @@ from huggingface_hub import CommitInfo
 from transformers import trainer as transformers_trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, rotate_checkpoints
 
-from .drafter.checkpoint import PROVENANCE_NAME, DrafterSnapshot, load_drafter, run_facts, save_drafter
+from .drafter.checkpoint import PROVENANCE_NAME, DrafterSnapshot, run_facts
 from .drafter.hub import BackgroundPusher, acceptance_history, positions, push_snapshot, write_model_card
+from .drafter.modeling_drafter import Drafter
 from .drafter.training_state import (
     FOLDER_NAME,
     CheckpointWriter,
@@ -61,7 +62,7 @@ class DrafterSaving:
         output_dir = os.path.join(self.args.output_dir, FOLDER_NAME) if output_dir is None else output_dir
         if self.args.should_save:
             provenance = self._provenance()
-            save_drafter(self.drafter, output_dir, provenance)
+            self.drafter.save_pretrained(output_dir, provenance=provenance)
             name = self._drafter_repo_id if self.args.drafter_push_to_hub else output_dir
             write_model_card(output_dir, name, self.drafter.config, provenance, self._acceptance_history())
         return output_dir
@@ -318,4 +319,4 @@ class DrafterSaving:
     def _load_drafter_weights(self, folder: str) -> None:
         base = self.model.get_base_model() if is_peft_model(self.model) else self.model
         # Weights and vocabulary mapping together: a mapping that was made anew would give the head other tokens.
-        self.drafter.load_state_dict(load_drafter(folder, base.config).state_dict())
+        self.drafter.load_state_dict(Drafter.from_pretrained(folder, base.config).state_dict())

@@ -13,7 +13,6 @@ from transformers import PreTrainedModel, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer import grpo_trainer
 
-from .drafter.checkpoint import load_drafter
 from .drafter.dataset_tokens import count_tokens
 from .drafter.drafter_trainer import DrafterTrainer
 from .drafter.features import FeatureBuffer, FeatureRecorder
@@ -196,7 +195,7 @@ class TLTGRPOTrainer(DrafterSaving, GRPOTrainer):
         if self._given_drafter is not None:
             drafter = self._given_drafter
         elif args.drafter_model_name_or_path is not None:
-            drafter = load_drafter(args.drafter_model_name_or_path, base.config)
+            drafter = Drafter.from_pretrained(args.drafter_model_name_or_path, base.config)
         else:
             draft_token_ids = self._draft_token_ids(base.config.get_text_config().vocab_size)
             # Under ZeRO-3 the policy is in pieces already, and need not fit on one device as a whole.

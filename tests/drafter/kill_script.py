@@ -18,7 +18,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.trainer_utils import rotate_checkpoints
 
-from tlt_trl.drafter import Drafter, DrafterConfig, load_drafter
+from tlt_trl.drafter import Drafter, DrafterConfig
 from tlt_trl.drafter.checkpoint import DrafterSnapshot
 from tlt_trl.drafter.training_state import (
     CheckpointWriter,
@@ -67,7 +67,7 @@ def resume(output_dir: Path) -> int:
     checkpoint = Path(newest_whole_checkpoint(output_dir))
     step = json.loads((checkpoint / "trainer_state.json").read_text())["global_step"]
     assert checkpoint.name == f"checkpoint-{step}"
-    drafter = load_drafter(checkpoint / "drafter", POLICY_CONFIG)
+    drafter = Drafter.from_pretrained(checkpoint / "drafter", POLICY_CONFIG)
     assert all(bool((parameter == float(step)).all()) for parameter in drafter.parameters())
     state, wanted = load_training_state(checkpoint / "drafter", 0, [0]), rank_state(step)
     for i, moments in wanted["optimizer"]["state"].items():

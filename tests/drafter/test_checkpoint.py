@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tlt_trl.drafter import Drafter, load_drafter, save_drafter
+from tlt_trl.drafter import Drafter
 from tlt_trl.drafter.checkpoint import DrafterSnapshot, run_facts, without_secrets
 
 
@@ -12,7 +12,7 @@ from tlt_trl.drafter.checkpoint import DrafterSnapshot, run_facts, without_secre
 def saved(make_drafter, tmp_path):
     """A drafter with a reduced vocabulary and its folder."""
     drafter = make_drafter(draft_token_ids=torch.arange(1, 128, 3))
-    save_drafter(drafter, tmp_path, {"policy": "tiny", "tokens_trained": 7})
+    drafter.save_pretrained(tmp_path, provenance={"policy": "tiny", "tokens_trained": 7})
     return drafter, tmp_path
 
 
@@ -38,33 +38,34 @@ def assert_equal(first, second):
 
 def test_round_trip_is_bit_equal(saved, policy):
     drafter, directory = saved
-    loaded = load_drafter(directory, policy.config)
+    loaded = Drafter.from_pretrained(directory, policy.config)
     assert_equal(loaded, drafter)
     assert loaded.config.to_dict() == drafter.config.to_dict() | {
         "transformers_version": loaded.config.transformers_version
     }
-    assert json.loads((directory / "provenance.json").read_text()) == {"policy": "tiny", "tokens_trained": 7}
+    provenance = json.loads((directory / "provenance.json").read_text())
+    assert provenance == run_facts() | {"policy": "tiny", "tokens_trained": 7}
     assert not list(directory.glob("*.partial"))
 
 
 def test_full_vocabulary_is_saved_without_a_mapping(make_drafter, policy, tmp_path):
     drafter = make_drafter()
-    save_drafter(drafter, tmp_path, {})
+    drafter.save_pretrained(tmp_path)
     assert not {"d2t", "t2d", "embed_tokens.weight"} & load_file(tmp_path / "model.safetensors").keys()
-    assert_equal(load_drafter(tmp_path, policy.config), drafter)
+    assert_equal(Drafter.from_pretrained(tmp_path, policy.config), drafter)
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
 def test_round_trip_of_other_policies(make_policy, tmp_path, kind):
     policy = make_policy(kind)
     drafter = Drafter.from_policy(policy)
-    save_drafter(drafter, tmp_path, {})
-    assert_equal(load_drafter(tmp_path, policy.config), drafter)
+    drafter.save_pretrained(tmp_path)
+    assert_equal(Drafter.from_pretrained(tmp_path, policy.config), drafter)
 
 
 def test_loading_leaves_the_random_state_alone(saved, policy):
     before = torch.get_rng_state()
-    load_drafter(saved[1], policy.config)
+    Drafter.from_pretrained(saved[1], policy.config)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -103,11 +104,11 @@ def test_what_is_read_back_is_compared(make_drafter, tmp_path, monkeypatch):
     def lose_a_bit(weights, path, metadata):
         save_file(weights | {"norm.weight": weights["norm.weight"] + 1e-3}, path, metadata=metadata)
 
-    save_drafter(make_drafter(), tmp_path, {})
+    make_drafter().save_pretrained(tmp_path)
     before = (tmp_path / "model.safetensors").read_bytes()
     monkeypatch.setattr("tlt_trl.drafter.checkpoint.save_file", lose_a_bit)
     with pytest.raises(OSError, match="Tensors that differ: norm.weight"):
-        save_drafter(make_drafter(), tmp_path, {})
+        make_drafter().save_pretrained(tmp_path)
     assert (tmp_path / "model.safetensors").read_bytes() == before
 
 
@@ -118,7 +119,7 @@ def test_a_snapshot_does_not_follow_the_drafter(make_drafter, policy, tmp_path):
     for parameter in drafter.parameters():
         parameter.data.zero_()
     snapshot.write(tmp_path, {})
-    assert_equal(load_drafter(tmp_path, policy.config), untouched)
+    assert_equal(Drafter.from_pretrained(tmp_path, policy.config), untouched)
 
 
 def test_secrets_of_the_command_line_are_not_kept(monkeypatch):
@@ -146,11 +147,11 @@ class TestForeignHeads:
         names = ("hidden_size", "intermediate_size", "vocab_size", "draft_vocab_size", "num_attention_heads")
         names += ("num_key_value_heads", "num_hidden_layers", "rms_norm_eps", "rope_theta", "max_position_embeddings")
         (directory / "config.json").write_text(json.dumps({name: config[name] for name in names}))
-        loaded = load_drafter(directory, policy.config)
+        loaded = Drafter.from_pretrained(directory, policy.config)
         assert_equal(loaded, drafter)
         assert loaded.config.rope_parameters["rope_theta"] == 5000.0
         with pytest.raises(ValueError, match="pass `policy_config`"):
-            load_drafter(directory)
+            Drafter.from_pretrained(directory)
 
     def test_layer_ids_as_sglang_counts_them(self, saved, policy):
         _, directory = saved
@@ -159,7 +160,7 @@ class TestForeignHeads:
             eagle_aux_hidden_state_layer_ids=None,
             eagle_config={"eagle_aux_hidden_state_layer_ids": [-1, 1, 2], "use_aux_hidden_state": True},
         )
-        assert load_drafter(directory, policy.config).config.eagle_aux_hidden_state_layer_ids == [0, 2, 3]
+        assert Drafter.from_pretrained(directory, policy.config).config.eagle_aux_hidden_state_layer_ids == [0, 2, 3]
 
     def test_specforge_layout(self, saved, policy):
         drafter, directory = saved
@@ -171,7 +172,7 @@ class TestForeignHeads:
 
         edit_weights(directory, edit)
         edit_config(directory, eagle_aux_hidden_state_layer_ids=None, eagle_config=None)
-        loaded = load_drafter(directory, policy.config)
+        loaded = Drafter.from_pretrained(directory, policy.config)
         assert_equal(loaded, drafter)
         assert loaded.config.eagle_aux_hidden_state_layer_ids == [1, 2, 3]
 
@@ -182,22 +183,22 @@ class TestForeignHeads:
         outer = {name: config.pop(name) for name in ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids")}
         outer |= {"speculators_model_type": "eagle3", "transformer_layer_config": config}
         (directory / "config.json").write_text(json.dumps(outer | {"norm_before_residual": False}))
-        assert_equal(load_drafter(directory, policy.config), drafter)
+        assert_equal(Drafter.from_pretrained(directory, policy.config), drafter)
 
     def test_variants_are_refused(self, saved, policy):
         edit_config(saved[1], norm_before_residual=True)
         with pytest.raises(ValueError, match="norm_before_residual=True"):
-            load_drafter(saved[1], policy.config)
+            Drafter.from_pretrained(saved[1], policy.config)
 
     def test_deeper_heads_are_refused(self, saved, policy):
         edit_config(saved[1], num_hidden_layers=2)
         with pytest.raises(ValueError, match="num_hidden_layers=2"):
-            load_drafter(saved[1], policy.config)
+            Drafter.from_pretrained(saved[1], policy.config)
 
     def test_a_policy_is_not_a_drafter(self, policy, tmp_path):
         policy.save_pretrained(tmp_path)
         with pytest.raises(ValueError, match="num_hidden_layers=4"):
-            load_drafter(tmp_path, policy.config)
+            Drafter.from_pretrained(tmp_path, policy.config)
 
 
 class TestDamage:
@@ -205,7 +206,7 @@ class TestDamage:
         path = saved[1] / "model.safetensors"
         path.write_bytes(path.read_bytes()[:-100])
         with pytest.raises(ValueError, match="model.safetensors is damaged or incomplete"):
-            load_drafter(saved[1], policy.config)
+            Drafter.from_pretrained(saved[1], policy.config)
 
     def test_differences_are_all_named(self, saved, policy):
         def edit(weights):
@@ -216,17 +217,17 @@ class TestDamage:
         edit_weights(saved[1], edit)
         named = r"missing fc.weight; unknown extra.weight; norm.weight has shape \(3,\) instead of \(64,\)"
         with pytest.raises(ValueError, match=named):
-            load_drafter(saved[1], policy.config)
+            Drafter.from_pretrained(saved[1], policy.config)
 
     def test_inconsistent_mapping(self, saved, policy):
         edit_weights(saved[1], lambda weights: weights["d2t"].sub_(1))
         with pytest.raises(ValueError, match="d2t and t2d disagree"):
-            load_drafter(saved[1], policy.config)
+            Drafter.from_pretrained(saved[1], policy.config)
 
     def test_mapping_outside_the_vocabulary(self, saved, policy):
         edit_weights(saved[1], lambda weights: weights["d2t"].add_(1000))
         with pytest.raises(ValueError, match="outside the vocabulary of 128"):
-            load_drafter(saved[1], policy.config)
+            Drafter.from_pretrained(saved[1], policy.config)
 
     def test_mapping_outside_the_vocabulary_without_its_inverse(self, saved, policy):
         def edit(weights):
@@ -235,24 +236,24 @@ class TestDamage:
 
         edit_weights(saved[1], edit)
         with pytest.raises(ValueError, match="outside the vocabulary of 128"):
-            load_drafter(saved[1], policy.config)
+            Drafter.from_pretrained(saved[1], policy.config)
 
     def test_draft_vocabulary_larger_than_the_vocabulary(self, saved, policy):
         edit_config(saved[1], draft_vocab_size=129)
         with pytest.raises(ValueError, match="draft_vocab_size=129 is larger than vocab_size=128"):
-            load_drafter(saved[1], policy.config)
+            Drafter.from_pretrained(saved[1], policy.config)
 
     def test_no_config_or_only_pickles(self, saved, policy, tmp_path):
         (saved[1] / "model.safetensors").rename(saved[1] / "pytorch_model.bin")
         with pytest.raises(ValueError, match="no .*safetensors.*Pickled"):
-            load_drafter(saved[1], policy.config)
+            Drafter.from_pretrained(saved[1], policy.config)
         (saved[1] / "config.json").unlink()
         with pytest.raises(ValueError, match="no config.json"):
-            load_drafter(saved[1], policy.config)
+            Drafter.from_pretrained(saved[1], policy.config)
 
     def test_drafter_of_another_policy(self, saved, make_policy):
         with pytest.raises(ValueError, match="hidden_size=64, but the policy has hidden_size=32"):
-            load_drafter(saved[1], make_policy(hidden_size=32, head_dim=16).config)
+            Drafter.from_pretrained(saved[1], make_policy(hidden_size=32, head_dim=16).config)
 
 
 def _rename(weights, old, new):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tlt_trl.drafter import Drafter, DrafterTrainer, FeatureBuffer, FeatureRecorder, save_drafter
+from tlt_trl.drafter import Drafter, DrafterTrainer, FeatureBuffer, FeatureRecorder
 
 
 pytestmark = pytest.mark.engine
@@ -98,7 +98,7 @@ def test_engine_drafts_what_our_model_drafts(make_policy, tmp_path, kind, num_la
     drafter = Drafter.from_policy(policy, draft_token_ids)
     prompts = [[5, 17, 99, 3], [64, 2, 120, 33, 7, 8, 91]]
     train_on(policy, drafter, prompts[:1])
-    save_drafter(drafter, tmp_path / "drafter", {})
+    drafter.save_pretrained(tmp_path / "drafter")
     results = run_engine(tmp_path, prompts)
     for prompt, result in zip(prompts, results, strict=True):
         with torch.no_grad():

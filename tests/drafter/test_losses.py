@@ -1,5 +1,6 @@
 import pytest
 import torch
+from tests.tolerance import assert_close, tolerance
 
 from tlt_trl.drafter import losses
 from tlt_trl.drafter.losses import (
@@ -20,14 +21,16 @@ def test_fast_equals_reference(temperature, chunk_rows, monkeypatch):
     hidden, head = torch.randn(40, 16, requires_grad=True), torch.randn(30, 16, requires_grad=True)
     teacher = Teacher(torch.randn(12, 16), torch.randn(30, 16), temperature)
     positions, weights = torch.randint(0, 12, (40,)), torch.rand(40)
+    # Logits (16 products), the sum over the vocabulary (30) and, for the loss, over the rows (40); and back again.
+    operations = 2 * (16 + 30 + 40)
     fast = soft_cross_entropy(hidden, head, teacher, positions, weights)
     reference = reference_soft_cross_entropy(hidden, head, teacher, positions, weights)
     for fast_value, reference_value in zip(fast, reference, strict=True):
-        torch.testing.assert_close(fast_value, reference_value, rtol=1e-4, atol=1e-4)
+        assert_close(fast_value, reference_value, operations)
     fast_grads = torch.autograd.grad(2 * fast[0], (hidden, head))
     reference_grads = torch.autograd.grad(2 * reference[0], (hidden, head))
     for fast_grad, reference_grad in zip(fast_grads, reference_grads, strict=True):
-        torch.testing.assert_close(fast_grad, reference_grad, rtol=1e-4, atol=1e-4)
+        assert_close(fast_grad, reference_grad, operations)
 
 
 def test_gradient_vanishes_at_the_teacher():
@@ -36,10 +39,13 @@ def test_gradient_vanishes_at_the_teacher():
     hidden = teacher.hidden.clone().requires_grad_()
     loss, row_losses, accepted = soft_cross_entropy(hidden, teacher.head, teacher, torch.arange(5), torch.ones(5))
     loss.backward()
-    assert hidden.grad.abs().max() < 1e-5
+    # Two distributions over 11 tokens, whose difference the head multiplies, cancel.
+    operations = 8 + 11
+    limit = tolerance(torch.float32, operations, scale=teacher.head.abs().max().item())
+    assert hidden.grad.abs().max() < limit
     probs = teacher.probs(torch.arange(5))
-    torch.testing.assert_close(row_losses, -(probs * probs.log()).sum(-1))
-    torch.testing.assert_close(accepted, probs.max(dim=-1).values)
+    assert_close(row_losses, -(probs * probs.log()).sum(-1), operations)
+    assert_close(accepted, probs.max(dim=-1).values, operations)
 
 
 def test_acceptance_of_greedy_and_sampled_drafts():

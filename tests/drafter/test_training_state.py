@@ -133,6 +133,7 @@ class TestNewestWholeCheckpoint:
             newest_whole_checkpoint(tmp_path)
 
 
+@pytest.mark.processes
 def test_killed_at_random_moments_every_resume_works(tmp_path):
     script = Path(__file__).with_name("kill_script.py")
     command = [sys.executable, str(script), str(tmp_path), "50", "0"]

@@ -8,7 +8,6 @@ import torch
 from tests.conftest import save_tiny_policy
 from transformers import AutoModelForCausalLM
 
-from tlt_trl.drafter.checkpoint import save_drafter
 from tlt_trl.drafter.modeling_drafter import Drafter
 from tlt_trl.generation.engine import RolloutEngine
 from tlt_trl.generation.lookup import LookupDrafter
@@ -32,7 +31,7 @@ class Setup:
             torch.manual_seed(0)
             for parameter in self.drafter.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.1)
-        save_drafter(self.drafter, folder / "drafter", {})
+        self.drafter.save_pretrained(folder / "drafter")
         self.llm = build_llm(
             directory,
             drafter=str(folder / "drafter"),

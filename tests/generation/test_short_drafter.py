@@ -5,7 +5,6 @@ import torch
 from tests.conftest import save_tiny_policy
 from transformers import AutoModelForCausalLM
 
-from tlt_trl.drafter.checkpoint import save_drafter
 from tlt_trl.drafter.modeling_drafter import Drafter
 from tlt_trl.generation.engine import RolloutEngine
 from tlt_trl.generation.rollout_loop import RolloutLoop
@@ -19,7 +18,7 @@ def test_rollout_past_the_drafters_positions_is_the_policys(tmp_path):
     policy = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     drafter = Drafter.from_policy(policy)
     drafter.config.max_position_embeddings = 32
-    save_drafter(drafter, tmp_path / "drafter", {})
+    drafter.save_pretrained(tmp_path / "drafter")
     llm = build_llm(
         directory,
         drafter=str(tmp_path / "drafter"),

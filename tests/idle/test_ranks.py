@@ -12,6 +12,8 @@ import torch
 from tests.conftest import environment_of_its_own
 
 
+pytestmark = pytest.mark.processes
+
 SCRIPT = Path(__file__).with_name("rank_script.py")
 
 

@@ -12,6 +12,9 @@ from tests.conftest import ROOT, environment_of_its_own, save_tiny_policy
 from tlt_trl.telemetry.timeline import DRAFTER_TRAINING, MERGING, POLICY_TRAINING, WAITING, read_timelines
 
 
+pytestmark = [pytest.mark.engine, pytest.mark.processes]
+
+
 def train(policy, output_dir, **options):
     """Results of both ranks and the policy's weights afterwards."""
     output_dir.mkdir()
@@ -44,7 +47,6 @@ def runs(tmp_path_factory):
     return folder, with_training, without
 
 
-@pytest.mark.engine
 class TestTwoProcesses:
     def test_the_policy_does_not_depend_on_idle_training(self, runs):
         folder, (on, policy_on), (off, policy_off) = runs
@@ -89,7 +91,7 @@ class TestTwoProcesses:
                 assert before.end_s <= after.start_s + 1e-5
 
 
-@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("bf16", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_ranks_train_one_policy_after_an_evaluation(tmp_path, bf16):
     policy = save_tiny_policy(tmp_path / "policy", vocab_size=64, num_layers=2)
     results, _ = train(policy, tmp_path / "run", evaluate_first=True, bf16=bf16)  # which compares the ranks' weights

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tlt_trl.drafter import Drafter, DrafterTrainer, FeatureBuffer, FeatureRecorder, save_drafter
+from tlt_trl.drafter import Drafter, DrafterTrainer, FeatureBuffer, FeatureRecorder
 from tlt_trl.generation.canary import chi_square_p_value, exact_probabilities
 from tlt_trl.generation.engine import RolloutEngine
 from tlt_trl.generation.standalone import build_llm
@@ -97,7 +97,7 @@ class EngineUnderTest:
 
     def __init__(self, policy: PreTrainedModel, policy_dir: str, drafter: Drafter, drafter_dir: str, **options):
         self.policy = policy
-        save_drafter(drafter, drafter_dir, {})
+        drafter.save_pretrained(drafter_dir)
         defaults = {
             "max_num_seqs": 512,
             "max_model_len": 96,

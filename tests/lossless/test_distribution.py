@@ -40,8 +40,10 @@ def spread_prompts(number=320):
 
 
 @pytest.mark.parametrize("filters", FILTERS)
-@pytest.mark.parametrize("temperature", [0.7, 1.0])
-@pytest.mark.parametrize("num_draft_tokens", NUM_DRAFT_TOKENS)
+@pytest.mark.parametrize("temperature", [pytest.param(0.7, marks=pytest.mark.slow), 1.0])
+@pytest.mark.parametrize(
+    "num_draft_tokens", [1, pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(5, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("drafts", DRAFTS)
 def test_every_token_follows_the_policy(under_test, drafts, num_draft_tokens, temperature, filters):
     prompts, sampling = spread_prompts(), {"temperature": temperature} | FILTERS[filters]

@@ -18,6 +18,7 @@ from tests.lossless.lossless_tools import (
     sequence_p_value,
     sequence_probabilities,
 )
+from tests.tolerance import logprob_tolerance
 
 from tlt_trl.generation.canary import exact_probabilities
 from tlt_trl.generation.rollout_loop import RolloutLoop
@@ -308,6 +309,7 @@ def test_ends_follow_the_policy(under_test):
 @pytest.mark.parametrize("number", [0, 1, 4])
 def test_logprobs(under_test, number):
     sampling = {"temperature": 0.7, "top_p": 0.9}
+    limit = logprob_tolerance(sampling["temperature"])
     rollout = under_test.rollout(PROMPTS, "eagle3 x3 probabilistic", max_tokens=LENGTH, logprobs=number, **sampling)
     for prompt, output in zip(PROMPTS[:8], rollout.outputs[:8], strict=True):
         sample = output.outputs[0]
@@ -319,9 +321,9 @@ def test_logprobs(under_test, number):
         for token, given, wanted in zip(sample.token_ids, sample.logprobs, exact, strict=True):
             # The sampled token comes on top where it is not among the best.
             assert max(1, number) <= len(given) <= number + 1
-            assert given[token].logprob == pytest.approx(wanted[token].item(), abs=1e-3)
+            assert given[token].logprob == pytest.approx(wanted[token].item(), abs=limit)
             best = sorted((entry.logprob for t, entry in given.items() if entry.rank <= number), reverse=True)
-            assert best == pytest.approx(wanted.topk(number).values[: len(best)].tolist(), abs=1e-3)
+            assert best == pytest.approx(wanted.topk(number).values[: len(best)].tolist(), abs=limit)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 from tests.conftest import environment_of_its_own
 from transformers import AutoModelForCausalLM
 
-from tlt_trl.drafter import Drafter, save_drafter
+from tlt_trl.drafter import Drafter
 from tlt_trl.tools.bench import TimedRollout, compare_rollouts, format_table, speedup, strategy_table
 from tlt_trl.tools.cli import main
 
@@ -59,7 +59,7 @@ def test_missing_cases_say_how_to_make_them(tmp_path):
 @pytest.mark.engine
 def test_strategies_of_a_tiny_policy(tiny_policy_dir, tmp_path):
     policy = AutoModelForCausalLM.from_pretrained(tiny_policy_dir, dtype=torch.float32)
-    save_drafter(Drafter.from_policy(policy), tmp_path / "drafter", {})
+    Drafter.from_policy(policy).save_pretrained(tmp_path / "drafter")
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "w5 w6 w7"}\n{"prompt": "w9"}\n')
     case = {

@@ -4,10 +4,15 @@ import json
 
 import numpy as np
 import pytest
+import torch
+from tests.tolerance import tolerance
 
 from tlt_trl.strategy import make_selector
 from tlt_trl.tools import simulator
 from tlt_trl.tools.replay import replay_table
+
+
+pytestmark = pytest.mark.processes
 
 
 def test_step_seconds_is_the_measured_table():
@@ -77,4 +82,6 @@ def test_replay_of_a_recorded_run(tmp_path):
     path.write_text("\n".join(lines))
     row = replay_table(str(path), range(2))["replay"]
     assert set(row) == {"beg_mab", "cost_model", "auto"}
-    assert all(0.8 < value <= 1.0 + 1e-9 for value in row.values())
+    # Sums over 900 steps that may be the same ones.
+    most = 1.0 + tolerance(torch.float64, 900, scale=1.0)
+    assert all(0.8 < value <= most for value in row.values())

@@ -1,6 +1,5 @@
 """The drafter: model, features of the policy, training, checkpoints."""
 
-from .checkpoint import load_drafter, save_drafter
 from .configuration_drafter import DrafterConfig
 from .drafter_trainer import DrafterTrainer
 from .features import FeatureBuffer, FeatureRecorder, FeatureSample
@@ -15,7 +14,5 @@ __all__ = [
     "FeatureBuffer",
     "FeatureRecorder",
     "FeatureSample",
-    "load_drafter",
     "most_frequent_token_ids",
-    "save_drafter",
 ]

@@ -107,7 +107,7 @@ class _UnrolledAttention(torch.autograd.Function):
             out = ((own_scores - lse).exp().unsqueeze(-1) * own_values).sum(0)
         for block in blocks:
             rows, cols = block.queries, block.keys
-            part, part_lse = _block_forward(query[:, rows], key[:, cols], value[:, cols], block.is_causal, scale)
+            part, part_lse = block_forward(query[:, rows], key[:, cols], value[:, cols], block.is_causal, scale)
             merged = torch.logaddexp(lse[:, rows], part_lse)
             out[:, rows] *= (lse[:, rows] - merged).exp().unsqueeze(-1)
             out[:, rows] += part * (part_lse - merged).exp().unsqueeze(-1)
@@ -132,7 +132,7 @@ class _UnrolledAttention(torch.autograd.Function):
         grad_key, grad_value = torch.zeros_like(key), torch.zeros_like(value)
         for block in ctx.blocks:
             rows, cols = block.queries, block.keys
-            parts = _block_backward(
+            parts = block_backward(
                 grad_out[:, rows], query[:, rows], key[:, cols], value[:, cols], out[:, rows], lse[:, rows],
                 block.is_causal, ctx.scale,
             )  # fmt: skip
@@ -142,7 +142,7 @@ class _UnrolledAttention(torch.autograd.Function):
         return grad_query, grad_key, grad_value, grad_own_keys, grad_own_values, None, None
 
 
-def _block_forward(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def block_forward(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Output (heads, M, head_dim) and log-sum-exp (heads, M) of one block."""
     if query.device.type == "cpu":
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -152,7 +152,7 @@ def _block_forward(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, s
     return plain_block_forward(query, key, value, is_causal, scale)
 
 
-def _block_backward(
+def block_backward(
     grad_out: Tensor,
     query: Tensor,
     key: Tensor,
@@ -185,7 +185,7 @@ def _chunk_scores(query: Tensor, key: Tensor, start: int, is_causal: bool, scale
 def plain_block_forward(
     query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """[`_block_forward`] without a flash kernel: any device, memory bounded by `QUERY_CHUNK`."""
+    """[`block_forward`] without a flash kernel: any device, memory bounded by `QUERY_CHUNK`."""
     out, lse = torch.empty_like(query), torch.empty(query.shape[:2], device=query.device)
     for start in range(0, query.shape[1], QUERY_CHUNK):
         rows = slice(start, start + QUERY_CHUNK)
@@ -205,7 +205,7 @@ def plain_block_backward(
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """[`_block_backward`] without a flash kernel."""
+    """[`block_backward`] without a flash kernel."""
     delta = (grad_out * out).sum(-1, keepdim=True, dtype=torch.float32)  # shape: [heads, M, 1]
     grad_query, grad_key, grad_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
     for start in range(0, query.shape[1], QUERY_CHUNK):

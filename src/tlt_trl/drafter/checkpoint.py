@@ -20,10 +20,9 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from .configuration_drafter import DrafterConfig, default_aux_layer_ids
-from .modeling_drafter import Drafter
 
 
 WEIGHTS_NAME = "model.safetensors"
@@ -57,8 +56,8 @@ class DrafterSnapshot:
     weights: dict[str, Tensor]
 
     @classmethod
-    def of(cls, drafter: Drafter, dtype: torch.dtype | None = None) -> "DrafterSnapshot":
-        """Copies a drafter, its floating-point tensors in `dtype` (default: the one they have)."""
+    def of(cls, drafter: PreTrainedModel, dtype: torch.dtype | None = None) -> "DrafterSnapshot":
+        """Copies a [`Drafter`], its floating-point tensors in `dtype` (default: the one they have)."""
         if dtype is not None and dtype not in DTYPES:
             raise ValueError(f"A drafter can be saved in {', '.join(map(str, DTYPES))}, not in {dtype}.")
         weights = {}
@@ -70,7 +69,12 @@ class DrafterSnapshot:
         return cls(config, weights)
 
     def write(self, directory: str | os.PathLike, provenance: Mapping[str, Any]) -> None:
-        """Writes to a folder that exists, see [`save_drafter`]."""
+        """
+        Writes to a folder that exists and reads back. Each file replaces its predecessor only once it is complete.
+
+        Raises:
+            `OSError`: If what is read back differs from what was written.
+        """
         directory = Path(directory)
         config = self.config.to_json_string()
         write_atomically(
@@ -127,34 +131,6 @@ def write_text_atomically(path: Path, text: str) -> None:
     write_atomically(path, lambda partial: partial.write_text(text), verify)
 
 
-def save_drafter(
-    drafter: Drafter,
-    directory: str | os.PathLike,
-    provenance: Mapping[str, Any],
-    dtype: torch.dtype | None = None,
-) -> None:
-    """
-    Save a drafter in the EAGLE-3 layout and read it back.
-
-    Args:
-        drafter ([`Drafter`]):
-            The drafter.
-        directory (`str` or `os.PathLike`):
-            Folder to write to, made when missing. Each file replaces its predecessor only once it is complete.
-        provenance (`Mapping[str, Any]`):
-            What it was trained from (policy, steps, tokens …), anything that JSON can hold. See [`run_facts`].
-        dtype (`torch.dtype`, *optional*):
-            Dtype of the saved weights. Defaults to the one they have; bf16 halves the file and is what most engines
-            run in, fp32 is what training goes on from.
-
-    Raises:
-        `OSError`: If what is read back differs from what was written.
-    """
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    DrafterSnapshot.of(drafter, dtype).write(directory, provenance)
-
-
 def run_facts() -> dict[str, Any]:
     """Versions and command line of this process, for `provenance.json`. Secrets on the command line are left out."""
     versions = {}
@@ -179,38 +155,19 @@ def without_secrets(command: Sequence[str]) -> list[str]:
     return shown
 
 
-def load_drafter(
+def drafter_from_checkpoint(
+    cls,
     name_or_path: str | os.PathLike,
-    policy_config: PretrainedConfig | None = None,
-    *,
-    dtype: torch.dtype = torch.float32,
-    revision: str | None = None,
-    token: str | bool | None = None,
-) -> Drafter:
-    """
-    Load a drafter, without touching any random state.
-
-    Args:
-        name_or_path (`str` or `os.PathLike`):
-            Folder or Hub id of a drafter saved by [`save_drafter`], or of an EAGLE-3 head in the layout of its
-            authors, of SpecForge or of speculators. Only safetensors are read.
-        policy_config ([`~transformers.PretrainedConfig`], *optional*):
-            Configuration of the policy it shall draft for: checked, and needed when the head does not say which layers
-            of the policy it reads.
-        dtype (`torch.dtype`, *optional*, defaults to `torch.float32`):
-            Dtype of the parameters. Training needs fp32.
-        revision (`str`, *optional*):
-            Branch, tag or commit on the Hub.
-        token (`str` or `bool`, *optional*):
-            Token for the Hub.
-
-    Raises:
-        `ValueError`: If it is not an EAGLE-3 head, is damaged, or does not fit; the message names every difference.
-    """
+    policy_config: PretrainedConfig | None,
+    dtype: torch.dtype,
+    revision: str | None,
+    token: str | bool | None,
+):
+    """[`Drafter.from_pretrained`], which hands its class in."""
     directory = _local_directory(name_or_path, revision, token)
     config = _read_config(directory, policy_config, dtype)
     with torch.random.fork_rng(devices=[]):
-        drafter = Drafter(config, _any_token_ids(config))
+        drafter = cls(config, _any_token_ids(config))
     if policy_config is not None:
         drafter.check_fits(policy_config)
     weights = _read_weights(directory)
@@ -220,7 +177,7 @@ def load_drafter(
         weights = {"d2t": drafter.d2t, "t2d": drafter.t2d} | weights
     _check_keys(directory, weights, drafter.state_dict())
     drafter.load_state_dict(weights)
-    _check_mapping(directory, drafter)
+    _check_mapping(directory, drafter.draft_token_ids, drafter.t2d)
     return drafter.to(dtype)
 
 
@@ -234,7 +191,7 @@ def _local_directory(name_or_path: str | os.PathLike, revision: str | None, toke
 def _read_config(directory: Path, policy_config: PretrainedConfig | None, dtype: torch.dtype) -> DrafterConfig:
     path = directory / CONFIG_NAME
     if not path.is_file():
-        raise ValueError(f"{directory} holds no config.json, so it is not a drafter saved by `save_drafter`.")
+        raise ValueError(f"{directory} holds no config.json, so it is not a drafter saved by `save_pretrained`.")
     config = json.loads(path.read_text())
     # speculators keeps the layer's own configuration apart.
     config = config.get("transformer_layer_config", {}) | config
@@ -311,9 +268,9 @@ def _t2d_from_d2t(directory: Path, d2t: Tensor, vocab_size: int) -> Tensor:
     return t2d
 
 
-def _check_mapping(directory: Path, drafter: Drafter) -> None:
-    _check_range(directory, drafter.draft_token_ids, drafter.config.vocab_size)
-    if not torch.equal(drafter.draft_token_ids, drafter.t2d.nonzero().flatten()):
+def _check_mapping(directory: Path, draft_token_ids: Tensor, t2d: Tensor) -> None:
+    _check_range(directory, draft_token_ids, len(t2d))
+    if not torch.equal(draft_token_ids, t2d.nonzero().flatten()):
         raise ValueError(f"{directory}: d2t and t2d disagree about which tokens are drafted.")
 
 

@@ -309,10 +309,7 @@ class DrafterTrainer:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """
-        Optimiser, counters, generator and step times. The weights are saved by
-        [`~tlt_trl.drafter.checkpoint.save_drafter`].
-        """
+        """Optimiser, counters, generator and step times. The weights are saved by [`Drafter.save_pretrained`]."""
         return {
             "optimizer": self.optimizer.state_dict(),
             "generator": self.generator.get_state(),

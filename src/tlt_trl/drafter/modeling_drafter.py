@@ -21,7 +21,9 @@ from transformers.models.llama.modeling_llama import (
     rotate_half,
 )
 
+from .checkpoint import DrafterSnapshot, drafter_from_checkpoint, run_facts
 from .configuration_drafter import DrafterConfig, checked_layer_ids
+from .hub import push_snapshot, upload
 from .initialization import drafter_from_policy
 
 
@@ -246,20 +248,23 @@ class Drafter(PreTrainedModel):
             save_directory (`str` or `os.PathLike`):
                 Folder to write to, made when missing.
             dtype (`torch.dtype`, *optional*):
-                Dtype of the saved weights. Defaults to the one they have.
+                Dtype of the saved weights. Defaults to the one they have; bf16 halves the file and is what most
+                engines run in, fp32 is what training goes on from.
             provenance (`Mapping[str, Any]`, *optional*):
-                What it was trained from, kept in `provenance.json` beside versions and command line.
+                What it was trained from (policy, steps, tokens …), anything that JSON can hold; kept in
+                `provenance.json` beside versions and command line.
             push_to_hub (`bool`, *optional*, defaults to `False`):
                 Whether to push the folder to the Hub as well.
             repo_id (`str`, *optional*):
                 Repository to push to. Defaults to the name of the folder.
             **hub_kwargs:
                 Arguments of [`~Drafter.push_to_hub`].
-        """
-        from .checkpoint import run_facts, save_drafter
-        from .hub import upload
 
-        save_drafter(self, save_directory, {**run_facts(), **(provenance or {})}, dtype)
+        Raises:
+            `OSError`: If what is read back differs from what was written.
+        """
+        os.makedirs(save_directory, exist_ok=True)
+        DrafterSnapshot.of(self, dtype).write(save_directory, run_facts() | dict(provenance or {}))
         if push_to_hub:
             upload(save_directory, repo_id or os.path.basename(os.path.abspath(save_directory)), **hub_kwargs)
 
@@ -274,19 +279,27 @@ class Drafter(PreTrainedModel):
         token: str | bool | None = None,
     ) -> "Drafter":
         """
-        Loads a drafter from a folder or from the Hub, see [`~tlt_trl.drafter.checkpoint.load_drafter`].
+        Loads a drafter from a folder or from the Hub, without touching any random state.
 
         Args:
             pretrained_model_name_or_path (`str` or `os.PathLike`):
-                Folder or Hub id of an EAGLE-3 head in safetensors.
+                Folder or Hub id of a saved drafter, or of an EAGLE-3 head in the layout of its authors, of SpecForge
+                or of speculators. Only safetensors are read.
             policy_config ([`~transformers.PretrainedConfig`], *optional*):
-                Configuration of the policy it shall draft for, checked when given.
-            dtype, revision, token:
-                As in `load_drafter`.
-        """
-        from .checkpoint import load_drafter
+                Configuration of the policy it shall draft for: checked, and needed when the head does not say which
+                layers of the policy it reads.
+            dtype (`torch.dtype`, *optional*, defaults to `torch.float32`):
+                Dtype of the parameters. Training needs fp32.
+            revision (`str`, *optional*):
+                Branch, tag or commit on the Hub.
+            token (`str` or `bool`, *optional*):
+                Token for the Hub.
 
-        return load_drafter(pretrained_model_name_or_path, policy_config, dtype=dtype, revision=revision, token=token)
+        Raises:
+            `ValueError`: If it is not an EAGLE-3 head, is damaged, or does not fit; the message names every
+            difference.
+        """
+        return drafter_from_checkpoint(cls, pretrained_model_name_or_path, policy_config, dtype, revision, token)
 
     def push_to_hub(
         self,
@@ -310,11 +323,8 @@ class Drafter(PreTrainedModel):
         Returns:
             [`~huggingface_hub.CommitInfo`]: The commit.
         """
-        from .checkpoint import DrafterSnapshot, run_facts
-        from .hub import push_snapshot
-
         snapshot = DrafterSnapshot.of(self, dtype)
-        return push_snapshot(snapshot, repo_id, {**run_facts(), **(provenance or {})}, **hub_kwargs)
+        return push_snapshot(snapshot, repo_id, run_facts() | dict(provenance or {}), **hub_kwargs)
 
     def check_fits(self, policy_config: PretrainedConfig) -> None:
         """Raises a `ValueError` that names the field when this drafter cannot draft for a policy."""

@@ -12,7 +12,6 @@ import torch
 from transformers import PreTrainedModel
 from trl.generation.vllm_generation import VLLMGeneration, empty_cache
 
-from ..drafter.checkpoint import save_drafter
 from ..strategy import Strategy
 from ..telemetry.alarms import Alarms
 from ..telemetry.timeline import WEIGHT_SYNC, Timeline
@@ -94,7 +93,7 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
         check_policy(self.model, self.trust_remote_code)
         self.drafter = self._build_drafter(self.model, self._dist.gather_params)
         with tempfile.TemporaryDirectory(prefix="tlt-trl-drafter-") as drafter_dir:
-            save_drafter(self.drafter, drafter_dir, provenance={})
+            self.drafter.save_pretrained(drafter_dir)
             with replaced_llm(functools.partial(self._build_llm, drafter_dir)):
                 super()._init_vllm()
         self.engine = RolloutEngine(self.llm)

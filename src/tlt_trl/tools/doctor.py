@@ -14,7 +14,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ..drafter import Drafter, load_drafter, save_drafter
+from ..drafter import Drafter
 from ..generation.canary import run_canary
 from ..generation.sampling_parameters import HONOURED_PARAMETERS, REFUSED_PARAMETERS, REFUSED_WITH_ADAPTIVE_LENGTHS
 
@@ -96,10 +96,10 @@ def prepare_drafter(model: str, drafter: str | None, directory: str) -> tuple[st
     """The drafter's folder, made from the policy where none is given, and whether it fits."""
     if drafter is None:
         policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
-        save_drafter(Drafter.from_policy(policy), directory, {})
+        Drafter.from_policy(policy).save_pretrained(directory)
         return directory, Finding("drafter", "fit", "none given; one was made from the policy for these checks", True)
     try:
-        load_drafter(drafter, AutoConfig.from_pretrained(model))
+        Drafter.from_pretrained(drafter, AutoConfig.from_pretrained(model))
     except ValueError as error:
         return None, Finding("drafter", "fit", str(error), False)
     return drafter, Finding("drafter", "fit", f"{drafter} fits", True)

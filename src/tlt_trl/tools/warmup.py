@@ -20,7 +20,7 @@ import torch
 from tqdm.auto import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ..drafter.checkpoint import run_facts, save_drafter
+from ..drafter.checkpoint import run_facts
 from ..drafter.hub import write_model_card
 from ..drafter.modeling_drafter import Drafter
 from ..drafter.pretraining import DrafterWarmup, draft_token_ids_for
@@ -109,7 +109,7 @@ def warm_up(
     # Gives the engine's drafter its shape; which tokens it drafts is known after the first round.
     shape = None if draft_vocab_size is None else torch.arange(draft_vocab_size)
     with tempfile.TemporaryDirectory(prefix="tlt-trl-drafter-") as folder:
-        save_drafter(Drafter.from_policy(policy, shape), folder, provenance={})
+        Drafter.from_policy(policy, shape).save_pretrained(folder)
         llm = build_llm(
             model,
             drafter=folder,
@@ -161,7 +161,7 @@ def warm_up(
         "acceptance_by_position": [metrics[name] for name in positions if name in metrics],
         "held_out": metrics,
     }
-    save_drafter(drafter, output_dir, provenance)
+    drafter.save_pretrained(output_dir, provenance=provenance)
     write_model_card(output_dir, str(output_dir), drafter.config, provenance)
     return metrics | figures
 
