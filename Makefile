@@ -44,7 +44,7 @@ demo: $(STAMP)
 demo-2: $(STAMP)
 	@$(MAKE) --no-print-directory run ARGS="-m accelerate.commands.launch \
 		--config_file accelerate_configs/cpu_2_processes.yaml examples/grpo_reasoning_gym.py --output_dir runs/demo-2 \
-		--timeline True --max_steps 8 --bench_rounds 0"
+		--log_timeline True --max_steps 8 --bench_rounds 0"
 
 test: $(STAMP)
 	@$(MAKE) --no-print-directory run ARGS="-m pytest -m 'not slow'"

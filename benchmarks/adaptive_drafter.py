@@ -53,10 +53,10 @@ def make_config(folder: Path, args: argparse.Namespace, **options) -> TLTGRPOCon
         "lr_scheduler_type": "constant",
         "speculation_selector": "fixed",
         "speculation_activation_threshold": 0,
-        "num_draft_tokens": args.num_draft_tokens,
-        "drafter_time_budget": args.drafter_time_budget,
-        "feature_max_age": args.feature_max_age,
+        "speculation_strategies": [f"eagle3 x{args.num_draft_tokens}"],
     }
+    if options.get("drafter_training", True):
+        changed["drafter_time_budget"] = args.drafter_time_budget
     return TLTGRPOConfig(**DEFAULTS | changed | options)
 
 
@@ -122,7 +122,7 @@ def run_variant(args: argparse.Namespace) -> None:
         config = make_config(
             Path(folder),
             args,
-            train_drafter=args.variant == "trained",
+            drafter_training=args.variant == "trained",
             drafter_model_name_or_path=args.drafter,
         )
         logs, jump = Logs(args), Jump(args)
@@ -205,7 +205,6 @@ def main() -> None:
     parser.add_argument("--warmup_tokens", type=int, default=8000, help="of answers to warm the drafter up with")
     parser.add_argument("--jump_tokens", type=int, default=ColdStartConfig.max_tokens, help="tokens of the jump")
     parser.add_argument("--drafter_time_budget", type=float, default=0.25, help="share of a step")
-    parser.add_argument("--feature_max_age", type=int, default=4, help="rollouts that features are trained on")
     parser.add_argument("--seed", type=int, default=0)
     for name in ("--variant", "--policy", "--drafter"):
         parser.add_argument(name, help=argparse.SUPPRESS)
@@ -219,7 +218,7 @@ def main() -> None:
         logs = run_variants(policy, drafter, args)
     settings = {name: getattr(args, name) for name in (
         "steps", "gradient_accumulation_steps", "learning_rate", "num_draft_tokens", "warmup_tokens",
-        "jump_tokens", "drafter_time_budget", "feature_max_age", "seed",
+        "jump_tokens", "drafter_time_budget", "seed",
     )}  # fmt: skip
     args.output.write_text(json.dumps({"settings": settings, "logs": logs}) + "\n")
     check_same_policy(logs)

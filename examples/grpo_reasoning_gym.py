@@ -147,7 +147,7 @@ def write_prompts(dataset, path: Path, num_prompts: int) -> Path:
 def warmed_up_drafter(model: str, prompts: Path, demo: DemoArguments, config: TLTGRPOConfig) -> str:
     """Folder of a drafter warmed up on the policy's own answers, cached by everything that it depends on."""
     inputs = [model, prompts.read_text(), demo.warmup_tokens, demo.warmup_epochs, demo.draft_vocab_size, config.seed]
-    inputs += [config.max_completion_length, config.drafter_unroll_steps, config.temperature]
+    inputs += [config.max_completion_length, config.max_drafter_tokens, config.temperature]
     inputs.append(sha256_of(*WARMUP_SOURCES))
     key = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()[:16]
     folder = cache_root() / f"drafter-{key}"
@@ -157,7 +157,7 @@ def warmed_up_drafter(model: str, prompts: Path, demo: DemoArguments, config: TL
         metrics = run_tool(
             "warmup", "--model", model, "--prompts", str(prompts), "--output", str(partial),
             "--tokens", str(demo.warmup_tokens), "--epochs", str(demo.warmup_epochs),
-            "--draft_vocab_size", str(demo.draft_vocab_size), "--unroll_steps", str(config.drafter_unroll_steps),
+            "--draft_vocab_size", str(demo.draft_vocab_size), "--unroll_steps", str(config.max_drafter_tokens),
             "--max_completion_length", str(config.max_completion_length), "--temperature", str(config.temperature),
             "--seed", str(config.seed),
         )  # fmt: skip
@@ -234,7 +234,7 @@ def summarise(metrics: MetricsFile, config: TLTGRPOConfig, demo: DemoArguments, 
         "accept_length_last": rows[-1]["tlt/acceptance_length"],
         "accepted_by_position_last": [
             rows[-1][f"tlt/acceptance/position_{position}"]
-            for position in range(config.max_num_draft_tokens)
+            for position in range(config.max_draft_tokens)
             if f"tlt/acceptance/position_{position}" in rows[-1]
         ],
         "drafter_seconds_share": sum(row["tlt/drafter/seconds"] for row in rows) / step_seconds,
@@ -242,7 +242,7 @@ def summarise(metrics: MetricsFile, config: TLTGRPOConfig, demo: DemoArguments, 
     }
     if "tlt/idle_used_fraction" in rows[-1]:
         summary |= summarise_idle_time(rows)
-    if config.timeline:
+    if config.log_timeline:
         seconds = seconds_by_name(read_timelines(output_dir / "timeline")[0])
         capture_s = sum(row["tlt/feature_capture_s"] for row in rows)
         # The timeline has the passes of the evaluations too, which are few and without gradients.

@@ -76,7 +76,8 @@ def main(policy_dir: str, output_dir: str, json_file: str, kwargs: str) -> None:
         **{
             "gradient_accumulation_steps": 2,
             "drafter_time_budget": 0.5,
-            "ngram_draft_token_choices": [],  # what a lookup has seen is not in the checkpoint
+            # No lookups: what a lookup has seen is not in the checkpoint.
+            "speculation_strategies": ["eagle3 x1", "eagle3 x2", "eagle3 x3", "eagle3 x5"],
             "max_steps": 6,
             "save_strategy": "steps",
             "save_steps": 3,

@@ -50,7 +50,7 @@ def train(policy_dir: str, output_dir: str, json_file: str) -> None:
         temperature=TEMPERATURE,
         max_completion_length=MAX_COMPLETION_LENGTH,
         speculation_selector="fixed",
-        num_draft_tokens=NUM_DRAFT_TOKENS,
+        speculation_strategies=[f"eagle3 x{NUM_DRAFT_TOKENS}"],
         per_device_eval_batch_size=32,
         max_steps=2,
         learning_rate=1e-6,

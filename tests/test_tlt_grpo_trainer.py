@@ -176,7 +176,6 @@ def test_machines_that_share_no_folder_are_told_so(tmp_path):
         ({"min_p": 0.1}, "min_p"),
         ({"generation_kwargs": {"logit_bias": {3: 1.0}}}, "logit_bias"),
         ({"drafter_vocab_size": 1000}, "drafter_vocab_size"),
-        ({"drafter_aux_layer_ids": [1, 99]}, "99"),
     ],
 )
 def test_bad_input_is_refused_before_the_engine_is_built(tiny_policy_dir, tmp_path, kwargs, message):
@@ -341,9 +340,14 @@ class TestWithTheRealEngine:
         for name in ("drafter_steps", "drafter_sum", "draft_token_ids"):
             assert again[name] == first[name], name
         # Without drafter training the weights come back all the same; other draft lengths begin a new selector.
-        frozen = run_in_process(policy, tmp_path / "run", drafter_vocab_size=32, resume=True, train_drafter=False)
+        frozen = run_in_process(policy, tmp_path / "run", drafter_vocab_size=32, resume=True, drafter_training=False)
         assert frozen["drafter_sum"] == first["drafter_sum"]
-        other = {"drafter_vocab_size": 32, "resume": True, "draft_token_choices": [1, 4], "drafter_time_budget": 0.0}
+        other = {
+            "drafter_vocab_size": 32,
+            "resume": True,
+            "speculation_strategies": ["eagle3 x1", "eagle3 x4"],
+            "drafter_time_budget": 0.0,
+        }
         assert run_in_process(policy, tmp_path / "run", **other)["drafter_sum"] == first["drafter_sum"]
         longer = run_in_process(policy, tmp_path / "run", drafter_vocab_size=32, resume=True, max_steps=8, **saving)
         assert longer["drafter_steps"] > first["drafter_steps"]
@@ -386,8 +390,8 @@ class TestWithTheRealEngine:
             tmp_path / "run",
             slow_reward=True,
             drafter_time_budget=0.0,
-            train_drafter_in_background=True,
-            timeline=True,
+            drafter_background_training=True,
+            log_timeline=True,
         )
         assert run["drafter_steps"] > 0
         later = run["logs"][1:]

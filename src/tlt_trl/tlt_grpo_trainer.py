@@ -25,7 +25,8 @@ from .generation.speculative_generation import SpeculativeVLLMGeneration
 from .idle.averaging import average_by_tokens, check_identical
 from .idle.spot_training import MAX_STEP_S, BackgroundTraining, train_safely, train_until_all_finished
 from .idle.straggler_wait import StragglerWait
-from .strategy import Strategy, bucket_edges, describe, ledger_metrics, make_selector
+from .strategy import describe, ledger_metrics, make_selector
+from .strategy.menu import strategies_for
 from .telemetry.metrics import (
     add_training_vectors,
     rollout_metrics,
@@ -46,6 +47,9 @@ from .tlt_grpo_config import TLTGRPOConfig
 
 
 logger = logging.getLogger(__name__)
+
+# Rollouts after which features are dropped: the states of an old policy teach the wrong distribution.
+FEATURE_MAX_AGE = 4
 
 # The drafter computes as the policy does. Not in fp16, whose gradients need a loss scaler of their own.
 AUTOCAST_DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float32, "fp8": torch.bfloat16}
@@ -160,9 +164,9 @@ class TLTGRPOTrainer(DrafterSaving, GRPOTrainer):
         del self._given_drafter, self._text_dataset
         if self.speculative:
             self.drafter = self.vllm_generation.drafter
-            if args.train_drafter:
+            if args.drafter_training:
                 self._init_drafter_training()
-        if args.timeline:
+        if args.log_timeline:
             self._init_timeline()
 
     # ---- construction ----------------------------------------------------------------------------------------------
@@ -200,11 +204,7 @@ class TLTGRPOTrainer(DrafterSaving, GRPOTrainer):
             draft_token_ids = self._draft_token_ids(base.config.get_text_config().vocab_size)
             # Under ZeRO-3 the policy is in pieces already, and need not fit on one device as a whole.
             with gather_params(parameters_to_read(base)):
-                drafter = Drafter.from_policy(
-                    base,
-                    draft_token_ids=draft_token_ids,
-                    aux_hidden_state_layer_ids=args.drafter_aux_layer_ids,
-                )
+                drafter = Drafter.from_policy(base, draft_token_ids=draft_token_ids)
         drafter.check_fits(base.config)
         return drafter.to(self.accelerator.device, torch.float32)
 
@@ -227,32 +227,17 @@ class TLTGRPOTrainer(DrafterSaving, GRPOTrainer):
 
     def _make_selector(self, max_batch_size: int, can_look_up: bool):
         args = self.args
+        strategies = strategies_for(args.strategies, can_look_up)
+        options = {}
         if args.speculation_selector == "fixed":
-            strategies = [Strategy("eagle3", args.num_draft_tokens, args.draft_sampling)]
-            options = {"activation_threshold": args.speculation_activation_threshold}
-            return make_selector("fixed", strategies, max_batch_size, seed=args.seed, **options)
-        samplings = ("greedy", "probabilistic") if args.draft_sampling == "adaptive" else (args.draft_sampling,)
-        strategies = [Strategy("eagle3", choice, how) for how in samplings for choice in args.draft_token_choices]
-        if can_look_up:
-            strategies += [Strategy("ngram", choice) for choice in args.ngram_draft_token_choices]
-        elif args.ngram_draft_token_choices:
-            logger.warning(
-                "No draft tokens are looked up in earlier answers: the engine schedules asynchronously "
-                "(`vllm_engine_kwargs={'async_scheduling': False}` makes it possible), or the policy's layers have "
-                "several kinds of attention, or the drafter has several layers. `ngram_draft_token_choices=[]` says "
-                "that they are not wanted."
-            )
-        edges = bucket_edges(max_batch_size)
-        if args.speculation_bucket_edges is not None:
-            edges = [edge for edge in args.speculation_bucket_edges if edge < max_batch_size] + [max_batch_size]
-        return make_selector(args.speculation_selector, strategies, max_batch_size, seed=args.seed, bucket_edges=edges)
+            options["activation_threshold"] = args.speculation_activation_threshold
+        return make_selector(args.speculation_selector, strategies, max_batch_size, seed=args.seed, **options)
 
     def _init_drafter_training(self) -> None:
         args = self.args
         self.feature_buffer = FeatureBuffer(
             max_tokens=args.feature_buffer_tokens,
-            long_answer_fraction=args.feature_long_answer_fraction,
-            max_age=args.feature_max_age * self._policy_steps_per_rollout,
+            max_age=FEATURE_MAX_AGE * self._policy_steps_per_rollout,
         )
         self._recorder = FeatureRecorder(
             self.accelerator.unwrap_model(self.model),
@@ -263,9 +248,8 @@ class TLTGRPOTrainer(DrafterSaving, GRPOTrainer):
             self.drafter,
             self.feature_buffer,
             learning_rate=args.drafter_learning_rate,
-            unroll_steps=args.drafter_unroll_steps,
+            unroll_steps=args.max_drafter_tokens,
             max_tokens_per_step=args.drafter_max_tokens_per_step,
-            max_grad_norm=args.drafter_max_grad_norm,
             temperature=self.temperature,
             autocast_dtype=AUTOCAST_DTYPES[self.accelerator.mixed_precision],
             seed=args.seed + self.accelerator.process_index,
@@ -283,11 +267,11 @@ class TLTGRPOTrainer(DrafterSaving, GRPOTrainer):
             self._background_training = BackgroundTraining(self._train_drafter_beside, self._note_training)
 
     def _trains_in_background(self) -> bool:
-        wanted = self.args.train_drafter_in_background
+        wanted = self.args.drafter_background_training
         if self.accelerator.num_processes > 1:
             if wanted:
                 raise ValueError(
-                    "`train_drafter_in_background=True` needs a single process: with several, ranks train while they "
+                    "`drafter_background_training=True` needs a single process: with several, ranks train while they "
                     "wait for each other, and merge their drafters right after the rollout. Leave it unset."
                 )
             return False
@@ -459,7 +443,7 @@ class TLTGRPOTrainer(DrafterSaving, GRPOTrainer):
         if tokens:
             self.vllm_generation.drafter_version += 1
             self._drafter_tokens += int(tokens)
-        self._training_vectors.append(training_vector(report, self.args.drafter_unroll_steps))
+        self._training_vectors.append(training_vector(report, self.args.max_drafter_tokens))
 
     def _log_drafter_training(self) -> None:
         """Logs the drafter training of all ranks since the last call."""
@@ -467,7 +451,7 @@ class TLTGRPOTrainer(DrafterSaving, GRPOTrainer):
             "feature_capture_s": self._recorder.pop_capture_seconds(),
             "buffer_tokens": self.feature_buffer.num_tokens,
         }
-        unroll_steps = self.args.drafter_unroll_steps
+        unroll_steps = self.args.max_drafter_tokens
         own = add_training_vectors([*self._training_vectors, training_vector(rest, unroll_steps)])
         self._training_vectors = []
         # fp32: an accelerator may have no fp64.
@@ -487,7 +471,7 @@ class TLTGRPOTrainer(DrafterSaving, GRPOTrainer):
         generation = self.vllm_generation
         loop = generation.rollout_loop
         ledger = loop.pop_ledger()
-        own = rollout_sums(loop.pop_stats(), self.args.max_num_draft_tokens)
+        own = rollout_sums(loop.pop_stats(), self.args.max_draft_tokens)
         ranks_per_engine = self.args.vllm_tensor_parallel_size
         sums = torch.tensor([*own, *ledger.sums()], device=self.accelerator.device)
         # The ranks of a tensor-parallel group have all run the same samples.
@@ -579,10 +563,6 @@ class OptimizerStepInterval(TrainerCallback):
 
 def _check_sampling(args: TLTGRPOConfig) -> None:
     """Refuses sampling parameters, for training and evaluation alike, that the engine ignores under speculation."""
-    adaptive = (
-        args.speculation_selector != "fixed"
-        or args.speculation_activation_threshold is not None
-        or args.draft_sampling != "greedy"
-    )
+    adaptive = not args.repeats_seeds
     check_sampling_parameters({"min_p": args.min_p}, "in the config", adaptive)
     check_sampling_parameters(args.generation_kwargs or {}, "in `generation_kwargs`", adaptive)

@@ -42,8 +42,8 @@ def train(policy, output_dir, **options):
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     policy = save_tiny_policy(folder / "policy", vocab_size=64, num_layers=2)
-    with_training = train(policy, folder / "on", timeline=True)
-    without = train(policy, folder / "off", train_drafter=False)
+    with_training = train(policy, folder / "on", log_timeline=True)
+    without = train(policy, folder / "off", drafter_training=False)
     return folder, with_training, without
 
 

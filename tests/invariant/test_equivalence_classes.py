@@ -55,10 +55,9 @@ def make_trainer(policy_dir, output_dir, callbacks=None, **kwargs):
         "vllm_max_model_length": 64,
         "vllm_engine_kwargs": {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 2**27},
         "speculation_selector": "fixed",
-        "num_draft_tokens": 3,
-        "drafter_time_budget": 0.9,
-        "drafter_max_tokens_per_step": 64,
     }
+    if kwargs.get("drafter_training", True):
+        defaults |= {"drafter_time_budget": 0.9, "drafter_max_tokens_per_step": 64}
     args = TLTGRPOConfig(str(output_dir), **(defaults | kwargs))
     return TLTGRPOTrainer(policy_dir, reward, args, dataset(), dataset(8), callbacks=callbacks)
 
@@ -77,14 +76,14 @@ def test_drafter_training_on_equals_off(tiny_policy_dir, tmp_path, monkeypatch, 
     # A threshold of 0 running requests means no draft tokens at all.
     options = {"speculation_activation_threshold": 0} if draft_tokens.startswith("none") else {}
 
-    def run(train_drafter):
+    def run(drafter_training):
         record = RecordGradients()
-        trainer = make_trainer(tiny_policy_dir, tmp_path, [record], train_drafter=train_drafter, **options)
+        trainer = make_trainer(tiny_policy_dir, tmp_path, [record], drafter_training=drafter_training, **options)
         if draft_tokens.startswith("three"):
             monkeypatch.setattr(trainer.vllm_generation, "_push_drafter", lambda: None)
         trainer.train()
         logs = [log for log in trainer.state.log_history if "loss" in log]
-        assert bool(trainer.drafter_trainer and trainer.drafter_trainer.steps) == train_drafter
+        assert bool(trainer.drafter_trainer and trainer.drafter_trainer.steps) == drafter_training
         assert any(log["tlt/draft_tokens/proposed"] for log in logs) == draft_tokens.startswith("three")
         weights = [p.detach().clone() for p in trainer.model.parameters()]
         return (

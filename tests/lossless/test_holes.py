@@ -140,9 +140,9 @@ def test_seeds_are_refused_with_probabilistic_drafts(under_test, tmp_path):
     ]
     assert runs[0].token_ids != runs[1].token_ids
     options = {"speculation_selector": "fixed", "generation_kwargs": {"seed": 0}, "use_cpu": True}
-    _check_sampling(TLTGRPOConfig(str(tmp_path), draft_sampling="greedy", **options))
-    with pytest.raises(ValueError, match="`seed=0`.*draft_sampling='greedy'"):
-        _check_sampling(TLTGRPOConfig(str(tmp_path), draft_sampling="probabilistic", **options))
+    _check_sampling(TLTGRPOConfig(str(tmp_path), **options))
+    with pytest.raises(ValueError, match="`seed=0`.*without probabilistic drafts"):
+        _check_sampling(TLTGRPOConfig(str(tmp_path), speculation_strategies=["eagle3 x3 probabilistic"], **options))
 
 
 def test_an_interrupted_rollout_leaves_nothing_behind(under_test, monkeypatch):

@@ -94,7 +94,7 @@ def test_command_draws_and_sums_up(two_ranks, capsys):
 
 def test_command_says_what_is_missing(tmp_path, capsys):
     assert main(["timeline", str(tmp_path)]) == 1
-    assert "timeline=True" in capsys.readouterr().err
+    assert "log_timeline=True" in capsys.readouterr().err
 
 
 def test_without_matplotlib_it_says_what_to_install(two_ranks, monkeypatch):

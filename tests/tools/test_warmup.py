@@ -10,7 +10,7 @@ from tests.conftest import environment_of_its_own
 from transformers import AutoConfig
 
 from tlt_trl import Drafter
-from tlt_trl.generation.engine import UnsupportedEngineError
+from tlt_trl.vllm_internals.contract import UnsupportedEngineError
 from tlt_trl.tools.warmup import warm_up
 
 

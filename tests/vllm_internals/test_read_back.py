@@ -81,7 +81,7 @@ def test_padding_rows_of_an_embedding_are_ignored():
 
 
 def test_nothing_compared_is_an_error(parts):
-    with pytest.raises(RuntimeError, match="verify_weight_sync=False"):
+    with pytest.raises(RuntimeError, match="vllm_verify_weight_sync=False"):
         compare(engine_model(parts), {"transformer.h.0.weight": parts[0]})
 
 

@@ -262,5 +262,5 @@ def failure_message(results: list[CanaryResult]) -> str:
     return (
         f"{len(failed)} of {len(results)} checks say that this engine is not exact under speculation:\n{lines}\n"
         "Training on its samples would change what is learnt. Run `tlt-trl doctor` for a report; "
-        "`spec_on_inexact='disable'` continues without speculation."
+        "`speculation_on_inexact='disable'` continues without speculation."
     )

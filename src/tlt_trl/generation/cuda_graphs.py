@@ -56,7 +56,7 @@ def batch_sizes(max_batch_size: int) -> list[int]:
 
 
 def plan_cuda_graphs(
-    draft_token_choices: Sequence[int],
+    draft_lengths: Sequence[int],
     max_batch_size: int,
     max_tokens: int = MAX_CAPTURED_TOKENS,
     max_padding: float = 0.125,
@@ -65,7 +65,7 @@ def plan_cuda_graphs(
     Plans the sizes to capture.
 
     Args:
-        draft_token_choices (`Sequence[int]`):
+        draft_lengths (`Sequence[int]`):
             Draft tokens of the strategies; 0 is always planned for.
         max_batch_size (`int`):
             Largest number of running requests.
@@ -76,7 +76,7 @@ def plan_cuda_graphs(
     """
     if not 0.0 <= max_padding < 1.0:
         raise ValueError(f"max_padding={max_padding} must be at least 0 and less than 1.")
-    lengths = sorted({1, *(choice + 1 for choice in draft_token_choices)})
+    lengths = sorted({1, *(choice + 1 for choice in draft_lengths)})
     wanted = [b * length for length in lengths for b in batch_sizes(max_batch_size) if b * length <= max_tokens]
     # From the largest down: a size is left out when the next larger one kept is near enough.
     kept: list[int] = []

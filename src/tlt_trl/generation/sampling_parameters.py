@@ -28,8 +28,8 @@ REFUSED_WITH_ADAPTIVE_LENGTHS = {
         None,
         "a request draws as many random numbers as its drafts are long, and those lengths follow measured times, so "
         "the same seed gives other tokens; probabilistic drafts are drawn without it. Use "
-        "`speculation_selector='fixed'` without a threshold and `draft_sampling='greedy'`, or `seed` of the training "
-        "arguments",
+        "`speculation_selector='fixed'` without a threshold and without probabilistic drafts, or `seed` of the "
+        "training arguments",
     ),
 }
 

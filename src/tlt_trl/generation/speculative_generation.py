@@ -120,17 +120,16 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
         kwargs = trl_kwargs | (self.args.vllm_engine_kwargs or {})
         if self.accelerator.device.type == "cuda":
             self._plan_cuda_graphs(kwargs)
-        longest = self.args.max_num_draft_tokens
+        longest = self.args.max_draft_tokens
         if kwargs["max_model_len"] is not None and longest >= kwargs["max_model_len"]:
             raise ValueError(
                 f"{longest} draft tokens do not fit into a context of {kwargs['max_model_len']} tokens. Raise "
-                "`vllm_max_model_length`, or lower `num_draft_tokens`, `draft_token_choices` and "
-                "`ngram_draft_token_choices`."
+                "`vllm_max_model_length`, or name shorter `speculation_strategies`."
             )
+        is_probabilistic = any(strategy.draft_sampling == "probabilistic" for strategy in self.args.strategies)
+        draft_sampling = "probabilistic" if is_probabilistic else "greedy"
         return make_rollout_llm_class(llm_class)(
-            speculative_config=speculative_config(
-                drafter_dir, self.args.max_num_draft_tokens, kwargs["max_num_seqs"], self.args.draft_sampling
-            ),
+            speculative_config=speculative_config(drafter_dir, longest, kwargs["max_num_seqs"], draft_sampling),
             # Without statistics the scheduler counts no drafts.
             disable_log_stats=False,
             **kwargs,
@@ -140,7 +139,9 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
         """Adds the sizes to capture, unless the user has said which or wants none."""
         if kwargs.get("enforce_eager") or {"compilation_config", "cudagraph_capture_sizes"} & kwargs.keys():
             return
-        plan = plan_cuda_graphs(self.args.all_draft_token_choices, kwargs["max_num_seqs"])
+        plan = plan_cuda_graphs(
+            [strategy.num_draft_tokens for strategy in self.args.strategies], kwargs["max_num_seqs"]
+        )
         kwargs["compilation_config"] = {"cudagraph_capture_sizes": list(plan.sizes)}
         config = self.model.config.get_text_config()
         logger.info(plan.describe(config.num_hidden_layers, config.hidden_size, bytes_per_value=2))
@@ -151,7 +152,7 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
         results = run_canary(self.engine, has_weights=not self.enable_sleep_mode)
         if all(result.ok for result in results):
             return
-        if self.args.spec_on_inexact == "error":
+        if self.args.speculation_on_inexact == "error":
             raise InexactEngineError(failure_message(results))
         logger.warning("%s\nGoing on without speculation.", failure_message(results))
         self.rollout_loop.disabled.add("inexact")
@@ -174,7 +175,7 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
             empty_cache()
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
-        self.engine.push_policy(self._policy_weights(), verify=self.args.verify_weight_sync)
+        self.engine.push_policy(self._policy_weights(), verify=self.args.vllm_verify_weight_sync)
         # Sleep level 2 discards the drafter's weights too, and silently: text stays right, acceptance falls to 1.0.
         self._push_drafter()
         self.engine.reset_prefix_cache()
@@ -196,7 +197,7 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
 
     def _push_drafter(self) -> None:
         try:
-            self.engine.push_drafter(self.drafter.vllm_weights(), verify=self.args.verify_weight_sync)
+            self.engine.push_drafter(self.drafter.vllm_weights(), verify=self.args.vllm_verify_weight_sync)
         except WeightMismatchError as error:
             # A wrong drafter costs speed, not correctness: the run goes on without it.
             self.alarms.set("drafter_mismatch", True, str(error))

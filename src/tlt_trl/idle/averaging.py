@@ -95,5 +95,6 @@ def check_identical(tensors: Sequence[Tensor], gather: Gather) -> None:
         raise DraftersDifferError(
             f"After merging, the drafters of ranks {different} are not that of rank 0. Their engines would draft "
             "differently and their checkpoints would disagree. Do all ranks run the same versions of torch and of the "
-            "collective library, on the same kind of device? `train_drafter=False` goes on with the present drafter."
+            "collective library, on the same kind of device? `drafter_training=False` goes on with the present "
+            "drafter."
         )

@@ -45,6 +45,11 @@ class Strategy:
             raise ValueError(f"method={self.method!r} is not known; use one of {METHODS}.")
         if self.draft_sampling not in DRAFT_SAMPLINGS:
             raise ValueError(f"draft_sampling={self.draft_sampling!r} is not known; use one of {DRAFT_SAMPLINGS}.")
+        if self.draft_sampling != "greedy" and self.method != "eagle3":
+            raise ValueError(
+                f"draft_sampling={self.draft_sampling!r} has no effect with method={self.method!r}: only a drafter "
+                "samples."
+            )
         if type(self.num_draft_tokens) is not int or self.num_draft_tokens < 0:
             raise ValueError(f"num_draft_tokens={self.num_draft_tokens!r} must be an integer of at least 0.")
         if (self.method == "off") != (self.num_draft_tokens == 0):

@@ -35,7 +35,7 @@ ADVICE = {
     "drafter_training_failed": (
         "The drafter is the one from before the fault, and the policy's training is not affected. Out of memory: "
         "lower `drafter_max_tokens_per_step` or `vllm_gpu_memory_utilization`. Losses that are not finite: lower "
-        "`drafter_learning_rate`. `train_drafter=False` goes on with the drafter as it is."
+        "`drafter_learning_rate`. `drafter_training=False` goes on with the drafter as it is."
     ),
     "drafter_starved": (
         "There was time to train the drafter and nothing to train it on: the feature buffer is empty or holds no "

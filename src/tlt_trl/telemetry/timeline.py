@@ -133,7 +133,7 @@ def read_timelines(folder: Path) -> list[RankTimeline]:
         timelines.append(RankTimeline(**rows[0], intervals=[Interval(**row) for row in rows[1:]]))
     if not timelines:
         raise FileNotFoundError(
-            f"{folder} holds no rank_<n>.jsonl. A run writes them to <output_dir>/timeline with `timeline=True`."
+            f"{folder} holds no rank_<n>.jsonl. A run writes them to <output_dir>/timeline with `log_timeline=True`."
         )
     return sorted(timelines, key=lambda timeline: timeline.rank)
 

@@ -355,7 +355,7 @@ def run_doctor_command(args: argparse.Namespace) -> int:
 
 
 def _add_timeline(commands) -> None:
-    parser = commands.add_parser("timeline", help="draw what every rank did when (a run with `timeline=True`)")
+    parser = commands.add_parser("timeline", help="draw what every rank did when (a run with `log_timeline=True`)")
     parser.add_argument("folder", type=Path, help="<output_dir>/timeline")
     parser.add_argument("--output", type=Path, help="picture to write; default: print seconds by kind only")
     parser.add_argument("--first_s", type=float, default=0.0, help="second to begin at")

@@ -138,7 +138,7 @@ def compare_fingerprints(
     if pushed and not any(actual.values()):
         raise RuntimeError(
             f"None of the {len(pushed)} weights pushed was found in the engine (first: {next(iter(pushed))!r}); the "
-            "weight sync cannot be verified for this architecture. Set `verify_weight_sync=False` to go without."
+            "weight sync cannot be verified for this architecture. Set `vllm_verify_weight_sync=False` to go without."
         )
     return [name for name, found in actual.items() if found is not None and not _same(pushed[name], found)]
 
