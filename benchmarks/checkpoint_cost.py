@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from tlt_trl.drafter import Drafter, DrafterTrainer, FeatureBuffer, FeatureSample
+from tlt_trl.drafter import Drafter, DrafterTrainer, DrafterTrainingArguments, FeatureBuffer, FeatureSample
 from tlt_trl.drafter.checkpoint import DrafterSnapshot, run_facts
 from tlt_trl.drafter.training_state import CheckpointWriter, cpu_copy
 
@@ -50,9 +50,9 @@ def main() -> None:
     args = parser.parse_args()
     drafter = Drafter.from_pretrained(args.drafter)
     buffer = full_buffer(drafter.config, args.buffer_tokens)
-    trainer = DrafterTrainer(drafter, buffer, max_tokens_per_step=256)
+    trainer = DrafterTrainer(drafter, buffer, DrafterTrainingArguments(max_tokens_per_step=256))
     embedding = torch.randn(drafter.config.vocab_size, drafter.config.hidden_size)
-    trainer.set_target(embedding, embedding)
+    trainer.set_policy(embedding, embedding)
     trainer.step()  # AdamW makes its state at the first step
     writer = CheckpointWriter(rank=0, ranks=[0])
     rows = []

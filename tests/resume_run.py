@@ -7,19 +7,12 @@ Times steer how long the drafter is trained and what the selector learns, so her
 moves on: 10 ms per optimiser step of the drafter, 5 ms per engine step. Everything else is the real thing.
 """
 
+# ruff: noqa: E402
+
 import hashlib
 import json
 import sys
 import time
-from types import SimpleNamespace
-
-import torch
-
-from tests.test_tlt_grpo_trainer import colocated_arguments, prompts, text_reward
-from tlt_trl import TLTGRPOTrainer, drafter_saving, tlt_grpo_trainer
-from tlt_trl.drafter import DrafterTrainer, drafter_trainer
-from tlt_trl.generation import engine, speculative_generation
-from tlt_trl.idle import spot_training
 
 
 class Clock:
@@ -35,13 +28,16 @@ class Clock:
         return advancing
 
 
-def inject_clock() -> Clock:
-    clock = Clock()
-    fake = SimpleNamespace(**{**vars(time), "perf_counter": lambda: clock.now_s})
-    for module in (tlt_grpo_trainer, drafter_saving, drafter_trainer, engine, speculative_generation):
-        module.time = fake
-    DrafterTrainer.step = clock.advance_after(DrafterTrainer.step, 0.01)
-    return clock
+# Before anything takes the real one.
+clock = Clock()
+time.perf_counter = lambda: clock.now_s
+
+import torch
+
+from tests.test_tlt_grpo_trainer import colocated_arguments, prompts, text_reward
+from tlt_trl import TLTGRPOTrainer, online_drafter
+from tlt_trl.drafter import DrafterTrainer
+from tlt_trl.idle import spot_training
 
 
 def fixed_idle_time(num_steps: int) -> None:
@@ -57,7 +53,7 @@ def fixed_idle_time(num_steps: int) -> None:
         finally:
             del trainer.train_for, wait.all_finished
 
-    tlt_grpo_trainer.train_until_all_finished = train_for_fixed_steps
+    online_drafter.train_until_all_finished = train_for_fixed_steps
 
 
 def digest(tensors) -> str:
@@ -70,7 +66,7 @@ def digest(tensors) -> str:
 def main(policy_dir: str, output_dir: str, json_file: str, kwargs: str) -> None:
     kwargs = json.loads(kwargs)
     resume = kwargs.pop("resume", None)
-    clock = inject_clock()
+    DrafterTrainer.step = clock.advance_after(DrafterTrainer.step, 0.01)
     args = colocated_arguments(
         output_dir,
         **{
@@ -91,16 +87,17 @@ def main(policy_dir: str, output_dir: str, json_file: str, kwargs: str) -> None:
     if ranks > 1:
         fixed_idle_time(num_steps=2 + rank)
     trainer.train(resume_from_checkpoint=resume)
-    state = trainer.drafter_trainer.optimizer.state_dict()["state"]
+    online = trainer.online_drafter
+    state = online.trainer.optimizer.state_dict()["state"]
     result = {
         "logs": [log for log in trainer.state.log_history if "loss" in log],
         "policy": digest(trainer.model.parameters()),
         "drafter": digest(trainer.drafter.parameters()),
         "optimizer": digest(state[i][name] for i in sorted(state) for name in sorted(state[i])),
-        "generator": trainer.drafter_trainer.generator.get_state().tolist(),
-        "drafter_steps": trainer.drafter_trainer.steps,
-        "drafter_tokens": trainer._drafter_tokens,
-        "buffer": digest(sample.aux_hidden_states for sample in trainer.feature_buffer.samples),
+        "generator": online.trainer.generator.get_state().tolist(),
+        "drafter_steps": online.steps,
+        "drafter_tokens": online.tokens_trained,
+        "buffer": digest(sample.aux_hidden_states for sample in online.buffer.samples),
         "selector": trainer.vllm_generation.rollout_loop.selector.state_dict(),
     }
     with open(json_file if ranks == 1 else f"{json_file}.{rank}", "w") as file:

@@ -7,6 +7,7 @@ served_run.py serve OUTPUT_DIR JSON_FILE, which has nothing of this package but 
 
 import json
 import sys
+from dataclasses import replace
 
 
 NUM_DRAFT_TOKENS = 3
@@ -23,7 +24,7 @@ def train(policy_dir: str, output_dir: str, json_file: str) -> None:
 
     from tests.test_tlt_grpo_trainer import colocated_arguments, prompts, text_reward
     from tlt_trl import Drafter, TLTGRPOTrainer
-    from tlt_trl.drafter.pretraining import DrafterWarmup
+    from tlt_trl.drafter.pretraining import PRETRAINING_ARGUMENTS, DrafterWarmup
 
     torch.manual_seed(0)
     policy = AutoModelForCausalLM.from_pretrained(policy_dir, dtype=torch.float32)
@@ -42,7 +43,10 @@ def train(policy_dir: str, output_dir: str, json_file: str) -> None:
     width = ids.shape[1]
     sequences = [(row[:width].tolist(), row[width:].tolist()) for row in answers]
     drafter = Drafter.from_policy(policy)
-    warmup = DrafterWarmup(policy, drafter, unroll_steps=NUM_DRAFT_TOKENS, learning_rate=3e-3, temperature=TEMPERATURE)
+    training = replace(
+        PRETRAINING_ARGUMENTS, unroll_steps=NUM_DRAFT_TOKENS, learning_rate=3e-3, temperature=TEMPERATURE
+    )
+    warmup = DrafterWarmup(policy, drafter, args=training)
     warmup.add(sequences)
     warmup.train(epochs=40)
     args = colocated_arguments(
@@ -65,7 +69,7 @@ def train(policy_dir: str, output_dir: str, json_file: str) -> None:
         "acceptance_length": metrics["eval_tlt/acceptance_length"],
         "draft_tokens": metrics["eval_tlt/draft_tokens/proposed"],
         "every_tensor_equal": all(torch.equal(a, b.cpu()) for a, b in pairs),
-        "drafter_steps": trainer.drafter_trainer.steps,
+        "drafter_steps": trainer.online_drafter.steps,
         "prompts": ids.tolist() * args.num_generations,
     }
     with open(json_file, "w") as file:

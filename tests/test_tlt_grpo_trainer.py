@@ -4,6 +4,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,9 +14,7 @@ from datasets import Dataset
 from transformers import AutoConfig
 from trl import GRPOConfig, GRPOTrainer
 
-from tlt_trl import Drafter, TLTGRPOConfig, TLTGRPOTrainer, tlt_grpo_trainer
-from tlt_trl.generation.speculative_generation import SpeculativeVLLMGeneration
-from tlt_trl.telemetry.alarms import Alarms
+from tlt_trl import Drafter, TLTGRPOConfig, TLTGRPOTrainer
 
 from .conftest import ROOT, environment_of_its_own, save_tiny_policy
 from .tolerance import logprob_tolerance
@@ -86,88 +85,24 @@ class TestWithoutVLLM:
         trainer = TLTGRPOTrainer(tiny_policy_dir, text_reward, arguments(GRPOConfig, tmp_path), prompts())
         assert isinstance(trainer.args, TLTGRPOConfig)
 
-    def test_works_without_construction(self):
-        # TRL's own tests make trainers this way; class-level defaults must do.
-        trainer = object.__new__(TLTGRPOTrainer)
-        assert trainer.speculative is False and trainer.drafter_trainer is None
+    def test_an_evaluation_is_told_to_the_drafter(self, tiny_policy_dir, tmp_path):
+        args = arguments(TLTGRPOConfig, tmp_path, per_device_eval_batch_size=4)
+        trainer = TLTGRPOTrainer(tiny_policy_dir, text_reward, args, prompts(), eval_dataset=prompts(4))
+        inside = []
 
+        @contextmanager
+        def evaluating():
+            inside.append(True)
+            yield
+            inside.append(False)
 
-def test_a_torn_drafter_is_refused(tmp_path):
-    trainer = object.__new__(TLTGRPOTrainer)
-    with pytest.raises(ValueError, match="not whole: .*complete.json is missing.* Resume from an older checkpoint"):
-        trainer._load_drafter_checkpoint(str(tmp_path))
+        trainer.online_drafter = SimpleNamespace(evaluating=evaluating, **dict.fromkeys(("paused",), nullcontext))
+        trainer.evaluate()
+        assert inside == [True, False]
 
-
-def test_an_evaluation_earns_the_drafter_no_time(monkeypatch):
-    clock = SimpleNamespace(now_s=10.0)
-
-    def ten_minutes(self):
-        clock.now_s += 600.0
-        return {"eval_reward": 1.0}
-
-    monkeypatch.setattr(GRPOTrainer, "evaluate", ten_minutes)
-    monkeypatch.setattr(tlt_grpo_trainer, "time", SimpleNamespace(perf_counter=lambda: clock.now_s))
-    trainer = object.__new__(TLTGRPOTrainer)
-    assert trainer.evaluate() == {"eval_reward": 1.0}
-    assert trainer._last_rollout_end_s is None
-    trainer._last_rollout_end_s = clock.now_s - 5.0
-    trainer.evaluate()
-    assert clock.now_s - trainer._last_rollout_end_s == 5.0
-
-
-@pytest.mark.parametrize(
-    ("steps_per_generation", "num_iterations", "gradient_accumulation_steps", "policy_steps"),
-    [(4, 1, 4, 1), (1, 1, 4, 1), (4, 2, 4, 2), (16, 1, 2, 8), (3, 1, 2, 2)],
-)
-def test_the_age_of_features_is_counted_in_rollouts(
-    steps_per_generation, num_iterations, gradient_accumulation_steps, policy_steps
-):
-    trainer = object.__new__(TLTGRPOTrainer)
-    trainer.num_iterations = num_iterations
-    trainer.args = SimpleNamespace(
-        steps_per_generation=steps_per_generation, gradient_accumulation_steps=gradient_accumulation_steps
-    )
-    assert trainer._policy_steps_per_rollout == policy_steps
-
-
-class TestLagOfTheEnginesDrafter:
-    @pytest.fixture
-    def generation(self):
-        generation = object.__new__(SpeculativeVLLMGeneration)
-        generation.alarms = Alarms()
-        generation.drafter_version = generation.pushed_drafter_version = 0
-        generation._lag_step, generation._drafter_lag = None, 0
-        return generation
-
-    def rollout(self, generation, policy_step, synced=True, turns=1, trained=1):
-        if synced:
-            generation.pushed_drafter_version = generation.drafter_version
-        for _ in range(turns):
-            generation.note_drafter_lag(policy_step)
-            generation.drafter_version += trained
-        generation.observe_rollout(2.0, 100.0)
-        return generation.alarms.active["drafter_stale"]
-
-    def test_training_between_the_turns_of_a_tool_loop_is_no_lag(self, generation):
-        assert not any(self.rollout(generation, step, turns=3) for step in range(4))
-
-    def test_rollouts_of_one_policy_step_are_synced_once(self, generation):
-        for step in range(3):
-            assert not any(self.rollout(generation, step, synced=number == 0) for number in range(4))
-
-    def test_syncs_that_do_not_come_are_noticed(self, generation):
-        assert not self.rollout(generation, 0)
-        assert [self.rollout(generation, step, synced=False) for step in (1, 2)] == [False, True]
-        assert not self.rollout(generation, 3)
-
-
-def test_machines_that_share_no_folder_are_told_so(tmp_path):
-    trainer = object.__new__(TLTGRPOTrainer)
-    trainer.args = SimpleNamespace(save_only_model=False, should_save=False)
-    trainer.accelerator = SimpleNamespace(process_index=8)
-    trainer._rank_state = dict
-    with pytest.raises(FileNotFoundError, match="Rank 8 does not see .*save_on_each_node=True"):
-        trainer._start_drafter_checkpoint(str(tmp_path / "checkpoint-1" / "drafter"), str(tmp_path))
+    def test_what_hooks_read_is_there_without_construction(self):
+        # TRL's own tests make trainers without calling `__init__`, and are run with this class too.
+        assert TLTGRPOTrainer.speculative is False and TLTGRPOTrainer.online_drafter.pop_metrics() == {}
 
 
 @pytest.mark.parametrize(
@@ -218,9 +153,9 @@ def engine_run(policy_dir, output_dir, peft=False, resume=False, slow_reward=Fal
     hub = RecordingHub()
     transformers_trainer.hf_api = lambda: hub
 
-    args = colocated_arguments(
-        output_dir, gradient_accumulation_steps=2, **{"max_steps": 4, "drafter_time_budget": 0.5} | kwargs
-    )
+    if kwargs.get("drafter_training", True):
+        kwargs = {"drafter_time_budget": 0.5} | kwargs
+    args = colocated_arguments(output_dir, gradient_accumulation_steps=2, **{"max_steps": 4} | kwargs)
     peft_config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"]) if peft else None
     trainer = TLTGRPOTrainer(
         policy_dir,
@@ -236,10 +171,10 @@ def engine_run(policy_dir, output_dir, peft=False, resume=False, slow_reward=Fal
     engine = trainer.vllm_generation.engine
     logs = [log for log in trainer.state.log_history if "loss" in log]
     base = trainer.model.get_base_model() if peft else trainer.model
-    training = trainer.drafter_trainer is not None
+    online, training = trainer.online_drafter, trainer.args.drafter_training
 
     def recorded():
-        return trainer.feature_buffer.num_added if training else 0
+        return online.buffer.num_added if training else 0
 
     before = recorded()
     trainer.evaluate()
@@ -247,10 +182,10 @@ def engine_run(policy_dir, output_dir, peft=False, resume=False, slow_reward=Fal
     return {
         "logs": logs,
         "embedding_equal": torch.equal(
-            engine.target_embedding()[: base.config.vocab_size], base.get_input_embeddings().weight
+            engine.weights.policy_embedding[: base.config.vocab_size], base.get_input_embeddings().weight
         ),
-        "embedding_shared": engine.drafter_embedding().data_ptr() == engine.target_embedding().data_ptr(),
-        "drafter_steps": trainer.drafter_trainer.steps if training else 0,
+        "embedding_shared": engine.weights.drafter_embedding.data_ptr() == engine.weights.policy_embedding.data_ptr(),
+        "drafter_steps": online.steps,
         "drafter_sum": sum(parameter.double().sum().item() for parameter in trainer.drafter.parameters()),
         "draft_token_ids": trainer.drafter.draft_token_ids.tolist(),
         "recorded_in_eval": recorded() - before,
@@ -292,8 +227,8 @@ class TestWithTheRealEngine:
             "tlt/speculation_share",
             "tlt/drafter/loss",
             "tlt/drafter/acceptance_length",
-            "tlt/drafter/seconds",
-            "tlt/sync_seconds",
+            "tlt/drafter/time_s",
+            "tlt/sync/time_s",
             "tlt/buffer/tokens",
             "tlt/alarm/acceptance_collapse",
         ):

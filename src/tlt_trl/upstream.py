@@ -114,3 +114,8 @@ def allow_loading_to_numbered_cpu() -> None:
         tagger=lambda storage: None,
         deserializer=lambda storage, location: storage if location.startswith("cpu:") else None,
     )
+
+
+def default_store() -> torch.distributed.Store:
+    """The key-value store of the running process group, which torch 2.13 hands out under a private name only."""
+    return torch.distributed.distributed_c10d._get_default_store()

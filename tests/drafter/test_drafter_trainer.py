@@ -1,20 +1,22 @@
 import copy
-import time
 
 import pytest
 import torch
 from tests.tolerance import forward_operations, tolerance
 
-from tlt_trl.drafter import DrafterTrainer, FeatureBuffer
+from tlt_trl.drafter import DrafterTrainer, DrafterTrainingArguments, FeatureBuffer
+from tlt_trl.drafter.training_report import StepOutcome
 
 
 @pytest.fixture
 def make_trainer(policy, make_drafter, fill_buffer):
-    def make(buffer=None, drafter=None, **arguments):
+    def make(buffer=None, drafter=None, clock=None, **arguments):
+        options = {} if clock is None else {"clock": clock}
         arguments = {"max_tokens_per_step": 100, "unroll_steps": 3} | arguments
         drafter = make_drafter() if drafter is None else drafter
-        trainer = DrafterTrainer(drafter, fill_buffer() if buffer is None else buffer, **arguments)
-        trainer.set_target(policy.get_input_embeddings().weight, policy.get_output_embeddings().weight)
+        args = DrafterTrainingArguments(**arguments)
+        trainer = DrafterTrainer(drafter, fill_buffer() if buffer is None else buffer, args, **options)
+        trainer.set_policy(policy.get_input_embeddings().weight, policy.get_output_embeddings().weight)
         return trainer
 
     return make
@@ -35,7 +37,7 @@ def test_learns(make_trainer, make_drafter, fill_buffer, draft_token_ids):
     before = trainer.evaluate(trainer.buffer.samples)
     assert set(before) >= {"loss", "acceptance_1", "sampled_acceptance_3", "acceptance_length"}
     for _ in range(80):
-        metrics = trainer.step()
+        result = trainer.step()
     after = trainer.evaluate(trainer.buffer.samples)
     assert after["loss"] < 0.7 * before["loss"]
     assert after["acceptance_1"] > before["acceptance_1"] + 0.2
@@ -43,12 +45,12 @@ def test_learns(make_trainer, make_drafter, fill_buffer, draft_token_ids):
     assert after["acceptance_1"] <= after["sampled_acceptance_1"] + 0.2
     assert trainer.steps == 80
     assert trainer.tokens_trained > 80 * 50
-    assert metrics["tokens"] <= 100
+    assert result.tokens <= 100
 
 
 def test_first_step_metrics_match_evaluation(make_trainer):
     trainer = make_trainer(max_tokens_per_step=1000, autocast_dtype=torch.float32)
-    evaluated, trained = trainer.evaluate(trainer.buffer.samples), trainer.step()
+    evaluated, trained = trainer.evaluate(trainer.buffer.samples), trainer.step().metrics
     operations = 3 * forward_operations(trainer.drafter.config, num_tokens=24) + len(trainer.buffer)
     for name in ("acceptance_1", "acceptance_3", "loss_2", "acceptance_length"):
         assert trained[name] == pytest.approx(evaluated[name], abs=tolerance(torch.float32, operations, scale=10.0))
@@ -83,13 +85,13 @@ def test_resume_gives_identical_steps(make_trainer):
 
 
 def test_nothing_to_train_on(make_trainer, make_sample):
-    assert make_trainer(FeatureBuffer(max_tokens=10)).step() is None
+    assert make_trainer(FeatureBuffer(max_tokens=10)).step().outcome is StepOutcome.STARVED
     buffer = FeatureBuffer(max_tokens=10)
     buffer.add(make_sample(2, prompt_length=2))
-    assert make_trainer(buffer).step() is None
+    assert make_trainer(buffer).step().outcome is StepOutcome.STARVED
     report = make_trainer(FeatureBuffer(max_tokens=10)).train_for(1.0)
-    assert report["steps"] == 0 and report["starved"] == 1.0
-    assert make_trainer(FeatureBuffer(max_tokens=10)).train_for(0.0)["starved"] == 0.0
+    assert (report.steps, report.starved) == (0, 1)
+    assert make_trainer(FeatureBuffer(max_tokens=10)).train_for(0.0).starved == 0
 
 
 class TestFaults:
@@ -98,13 +100,13 @@ class TestFaults:
         trainer.step()
         before, optimizer = weights(trainer.drafter), copy.deepcopy(trainer.optimizer.state_dict())
         embed_tokens = policy.get_input_embeddings().weight
-        trainer.set_target(embed_tokens, torch.full_like(embed_tokens, float("nan")))
-        assert trainer.step() == {"dropped_batches": 1.0}
+        trainer.set_policy(embed_tokens, torch.full_like(embed_tokens, float("nan")))
+        assert trainer.step().outcome is StepOutcome.DROPPED
         assert is_equal(weights(trainer.drafter), before)
         assert str(trainer.optimizer.state_dict()) == str(optimizer)
         assert trainer.steps == 1
-        trainer.set_target(embed_tokens, policy.get_output_embeddings().weight)
-        assert "loss" in trainer.step()
+        trainer.set_policy(embed_tokens, policy.get_output_embeddings().weight)
+        assert trainer.step().has_trained
 
     def test_broken_weights_are_replaced_by_the_last_good_ones(self, make_trainer):
         trainer = make_trainer()
@@ -112,18 +114,17 @@ class TestFaults:
         trainer.step()
         with torch.no_grad():
             trainer.drafter.fc.weight[0, 0] = float("nan")
-        assert trainer.step() == {"dropped_batches": 1.0}
+        assert trainer.step().outcome is StepOutcome.DROPPED
         assert is_equal(weights(trainer.drafter), good)
-        assert "loss" in trainer.step()
+        assert trainer.step().has_trained
 
     def test_what_a_period_takes_is_given_back(self, make_trainer, policy):
         trainer = make_trainer()
         trainer.step()
         trainer.end_period()
-        assert not trainer._good_state
-        with pytest.raises(RuntimeError, match="set_target"):
+        with pytest.raises(RuntimeError, match="set_policy"):
             trainer.step()
-        trainer.set_target(policy.get_input_embeddings().weight, policy.get_output_embeddings().weight)
+        trainer.set_policy(policy.get_input_embeddings().weight, policy.get_output_embeddings().weight)
         merged = weights(trainer.drafter)
         trainer.step()
         assert not is_equal(weights(trainer.drafter), merged)
@@ -133,9 +134,9 @@ class TestFaults:
     def test_nothing_but_faults_ends(self, make_trainer, policy):
         trainer = make_trainer()
         embed_tokens = policy.get_input_embeddings().weight
-        trainer.set_target(embed_tokens, torch.full_like(embed_tokens, float("nan")))
+        trainer.set_policy(embed_tokens, torch.full_like(embed_tokens, float("nan")))
         result = trainer.train_for(0.1)
-        assert result["steps"] == 0
+        assert result.steps == 0
         assert trainer.dropped_batches > 0
 
 
@@ -159,13 +160,13 @@ class TestInterruptedStep:
         trainer.step()
         before, optimizer = weights(trainer.drafter), copy.deepcopy(trainer.optimizer.state_dict())
         stop = StopAt(asked)
-        assert trainer.step(stop=stop) == {"interrupted": 1.0}
+        assert trainer.step(stop=stop).outcome is StepOutcome.INTERRUPTED
         assert stop.asked == asked  # at once, half of them in the backward pass
         assert is_equal(weights(trainer.drafter), before)
         assert str(trainer.optimizer.state_dict()) == str(optimizer)
         assert all(parameter.grad is None for parameter in trainer.drafter.parameters())
         assert trainer.steps == 1
-        assert "loss" in trainer.step()
+        assert trainer.step().has_trained
 
     def test_is_not_asked_once_the_last_draft_step_is_through(self, make_trainer):
         asked, plain = make_trainer(unroll_steps=self.UNROLL_STEPS), make_trainer(unroll_steps=self.UNROLL_STEPS)
@@ -178,37 +179,46 @@ class TestInterruptedStep:
         trainer = make_trainer(unroll_steps=self.UNROLL_STEPS)
         per_step = 1 + 2 * self.UNROLL_STEPS
         report = trainer.train_for(60.0, stop=StopAt(2 * per_step + 3))
-        assert (report["steps"], report["interrupted"]) == (2, 1.0) and trainer.steps == 2
-        assert 0 < report["step_seconds"] < report["seconds"]
-        assert trainer.train_for(60.0, stop=StopAt(per_step + 1))["interrupted"] == 0.0
+        assert (report.steps, report.interrupted) == (2, 1) and trainer.steps == 2
+        assert 0 < report.step_time_s < report.time_s
+        assert trainer.train_for(60.0, stop=StopAt(per_step + 1)).interrupted == 0
+
+
+class Clock:
+    """Stands still between steps."""
+
+    def __init__(self):
+        self.now_s = 100.0
+
+    def __call__(self):
+        return self.now_s + 1e-9
 
 
 class TestTrainFor:
     def test_stays_within_the_budget(self, make_trainer, monkeypatch):
-        trainer = make_trainer()
+        clock = Clock()
+        trainer = make_trainer(clock=clock)
         step = trainer.step
 
         def slow_step(*args):
-            time.sleep(0.05)
-            return step()
+            clock.now_s += 0.05
+            return step(*args)
 
         monkeypatch.setattr(trainer, "step", slow_step)
-        assert trainer.train_for(0.0)["steps"] == 0
+        assert trainer.train_for(0.0).steps == 0
         trainer.train_for(0.01)  # the first step of all has no estimate
         assert trainer.steps == 1
-        started = time.perf_counter()
-        result = trainer.train_for(0.4)
-        assert result["steps"] >= 2
-        assert time.perf_counter() - started < 0.55
-        assert trainer.train_for(0.01)["steps"] == 0
+        report = trainer.train_for(0.42)
+        assert report.steps == 8 and report.time_s == pytest.approx(0.4)
+        assert trainer.train_for(0.01).steps == 0
 
     def test_stops_between_two_steps(self, make_trainer):
         trainer = make_trainer()
         result = trainer.train_for(60.0, stop=lambda: trainer.steps >= 4)
-        assert result["steps"] == 4
-        assert result["tokens"] == trainer.tokens_trained
-        assert result["starved"] == 0.0
-        assert result["loss"] > 0
+        assert result.steps == 4
+        assert result.tokens == trainer.tokens_trained
+        assert result.starved == 0
+        assert result.means()["loss"] > 0
 
 
 @pytest.mark.parametrize(
@@ -222,6 +232,6 @@ def test_bad_arguments_are_named(make_trainer, arguments):
 def test_target_must_fit(make_trainer, make_drafter):
     trainer = make_trainer()
     with pytest.raises(ValueError, match=r"lm_head has shape \(100, 64\).*\(128, 64\)"):
-        trainer.set_target(torch.zeros(128, 64), torch.zeros(100, 64))
-    with pytest.raises(RuntimeError, match="set_target"):
+        trainer.set_policy(torch.zeros(128, 64), torch.zeros(100, 64))
+    with pytest.raises(RuntimeError, match="set_policy"):
         DrafterTrainer(make_drafter(), FeatureBuffer(max_tokens=10)).step()

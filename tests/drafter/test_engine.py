@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tlt_trl.drafter import Drafter, DrafterTrainer, FeatureBuffer, FeatureRecorder
+from tlt_trl.drafter import Drafter, DrafterTrainer, DrafterTrainingArguments, FeatureBuffer, FeatureRecorder
 
 
 pytestmark = pytest.mark.engine
@@ -81,8 +81,9 @@ def train_on(policy, drafter: Drafter, prompts: list[list[int]]) -> None:
             ids = policy.generate(torch.tensor([prompt]), max_new_tokens=25, do_sample=False, pad_token_id=0)
             with recorder.recording(ids, torch.ones_like(ids), len(prompt), step=0):
                 policy(ids)
-    trainer = DrafterTrainer(drafter, buffer, learning_rate=3e-3, unroll_steps=3, autocast_dtype=torch.float32)
-    trainer.set_target(policy.get_input_embeddings().weight, policy.get_output_embeddings().weight)
+    args = DrafterTrainingArguments(learning_rate=3e-3, unroll_steps=3, autocast_dtype=torch.float32)
+    trainer = DrafterTrainer(drafter, buffer, args)
+    trainer.set_policy(policy.get_input_embeddings().weight, policy.get_output_embeddings().weight)
     for _ in range(100):
         trainer.step()
 

@@ -149,3 +149,36 @@ def test_a_smaller_buffer_resumes_with_what_fits(make_sample):
 def test_bad_arguments_are_named(arguments):
     with pytest.raises(ValueError, match=f"{next(iter(arguments))}="):
         FeatureBuffer(**{"max_tokens": 10} | arguments)
+
+
+class TestRuns:
+    def test_features_of_an_earlier_run_keep_their_age(self, make_sample):
+        buffer = FeatureBuffer(max_tokens=1000, max_age=4)
+        for step in range(96, 101):
+            buffer.start_step(step)
+            buffer.add(make_sample(10, step=step, seed=step))
+        buffer.start_run()
+        buffer.start_step(0)
+        assert [sample.step for sample in buffer.samples] == [-4, -3, -2, -1, 0]
+        buffer.start_step(2)
+        assert [sample.step for sample in buffer.samples] == [-2, -1, 0]
+
+    def test_newcomers_of_a_new_run_are_kept(self, make_sample):
+        buffer = FeatureBuffer(max_tokens=100, max_age=4)
+        for step in range(96, 101):
+            buffer.start_step(step)
+            buffer.add(make_sample(20, step=step, seed=step))
+        buffer.start_run()
+        for step in range(4):
+            buffer.start_step(step)
+            assert all(buffer.add(make_sample(10, step=step, seed=i)) for i in range(4))
+
+    def test_a_loaded_state_is_this_runs(self, make_sample):
+        saved = FeatureBuffer(max_tokens=100)
+        saved.start_step(7)
+        saved.add(make_sample(10, step=7))
+        buffer = FeatureBuffer(max_tokens=100)
+        buffer.start_run()
+        buffer.load_state_dict(saved.state_dict())
+        buffer.start_step(8)
+        assert [sample.step for sample in buffer.samples] == [7]

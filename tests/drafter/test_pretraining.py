@@ -1,5 +1,6 @@
 """Training of a first drafter, without an engine, on sequences that arrive in rounds."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tlt_trl import Drafter
-from tlt_trl.drafter.pretraining import DrafterWarmup, draft_token_ids_for
+from tlt_trl.drafter.pretraining import PRETRAINING_ARGUMENTS, DrafterWarmup, draft_token_ids_for
+from tlt_trl.drafter.training_report import StepOutcome, StepResult
 
 
 @pytest.fixture
@@ -22,8 +24,12 @@ def sequences(num: int, seed: int) -> list[tuple[list[int], list[int]]]:
     ]
 
 
+def make_warmup(policy, **arguments):
+    return DrafterWarmup(policy, Drafter.from_policy(policy), args=replace(PRETRAINING_ARGUMENTS, **arguments))
+
+
 def test_rounds_count_from_the_beginning_and_hold_a_share_out(policy):
-    warmup = DrafterWarmup(policy, Drafter.from_policy(policy), unroll_steps=2, max_tokens_per_step=64)
+    warmup = make_warmup(policy, unroll_steps=2, max_tokens_per_step=64)
     warmup.add(sequences(20, seed=0))
     assert (len(warmup.held_out), len(warmup.buffer), warmup.buffer.num_tokens) == (1, 19, 19 * 20)
     warmup.train(epochs=1)
@@ -39,7 +45,7 @@ def test_rounds_count_from_the_beginning_and_hold_a_share_out(policy):
 
 
 def test_the_time_limit_counts_from_the_beginning_too(policy):
-    warmup = DrafterWarmup(policy, Drafter.from_policy(policy), unroll_steps=2)
+    warmup = make_warmup(policy, unroll_steps=2)
     warmup.add(sequences(4, seed=0))
     warmup.train(epochs=1)
     steps = warmup.trainer.steps
@@ -49,7 +55,7 @@ def test_the_time_limit_counts_from_the_beginning_too(policy):
 
 @pytest.mark.parametrize("limit", ["tokens", "seconds"])
 def test_the_learning_rate_falls_to_zero_by_the_nearer_limit(policy, monkeypatch, limit):
-    warmup = DrafterWarmup(policy, Drafter.from_policy(policy), unroll_steps=2, learning_rate=1.0)
+    warmup = make_warmup(policy, unroll_steps=2, learning_rate=1.0)
     warmup.add(sequences(9, seed=0))
     rates = []
 
@@ -57,7 +63,7 @@ def test_the_learning_rate_falls_to_zero_by_the_nearer_limit(policy, monkeypatch
         rates.append(warmup.trainer.learning_rate)
         warmup.trainer.tokens_trained += 16
         clock.now += 1.0
-        return {"loss": 1.0}
+        return StepResult(StepOutcome.TRAINED, 16, {"loss": 1.0, "acceptance_length": 1.0})
 
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(warmup.trainer, "step", step)
@@ -70,7 +76,7 @@ def test_the_learning_rate_falls_to_zero_by_the_nearer_limit(policy, monkeypatch
 
 
 def test_training_lowers_the_loss_on_the_answers_held_out(policy):
-    warmup = DrafterWarmup(policy, Drafter.from_policy(policy), unroll_steps=2, learning_rate=3e-3)
+    warmup = make_warmup(policy, unroll_steps=2, learning_rate=3e-3)
     warmup.add(sequences(60, seed=0))
     before = warmup.evaluate()["loss"]
     warmup.train(epochs=10)

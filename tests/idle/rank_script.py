@@ -15,10 +15,11 @@ import time
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tlt_trl.drafter import Drafter, DrafterTrainer, FeatureBuffer, FeatureSample
+from tlt_trl.drafter import Drafter, DrafterTrainer, DrafterTrainingArguments, FeatureBuffer, FeatureSample
 from tlt_trl.idle.averaging import average_by_tokens, check_identical
 from tlt_trl.idle.spot_training import train_until_all_finished
 from tlt_trl.idle.straggler_wait import StragglerError, StragglerWait
+from tlt_trl.upstream import default_store
 
 
 HIDDEN_SIZE, VOCAB_SIZE = 64, 128
@@ -49,7 +50,8 @@ def make_trainer(rank, num_samples):
             )
         )
     target = (policy.get_input_embeddings().weight.detach(), policy.get_output_embeddings().weight.detach())
-    return DrafterTrainer(Drafter.from_policy(policy), buffer, unroll_steps=2, seed=rank), target
+    args = DrafterTrainingArguments(unroll_steps=2, seed=rank)
+    return DrafterTrainer(Drafter.from_policy(policy), buffer, args), target
 
 
 def gather(tensor):
@@ -64,9 +66,7 @@ def main():
     torch.distributed.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size
     )
-    wait = StragglerWait(
-        torch.distributed.distributed_c10d._get_default_store(), rank, world_size, options.get("timeout_s", 60.0)
-    )
+    wait = StragglerWait(default_store(), rank, world_size, options.get("timeout_s", 60.0))
     trainer, target = make_trainer(rank, options.get("samples", [8] * world_size)[rank])
     torch.distributed.barrier()
     reports = []
@@ -81,9 +81,9 @@ def main():
             print(json.dumps({"error": str(error)}), flush=True)
             os._exit(3)  # the process group can no longer be taken down in order
         parameters = list(trainer.drafter.parameters())
-        report["all_tokens"] = average_by_tokens(parameters, report["tokens"], torch.distributed.all_reduce)
+        all_tokens = average_by_tokens(parameters, report.tokens, torch.distributed.all_reduce)
         check_identical(parameters, gather)
-        reports.append(report)
+        reports.append(report.numbers() | {"all_tokens": all_tokens})
     torch.save(trainer.drafter.state_dict(), os.path.join(folder, f"drafter_{rank}.pt"))
     print(json.dumps({"reports": reports}), flush=True)
     torch.distributed.destroy_process_group()

@@ -2,7 +2,7 @@ import pytest
 import torch
 from tests.tolerance import assert_close
 
-from tlt_trl.drafter import DrafterTrainer, FeatureBuffer
+from tlt_trl.drafter import DrafterTrainer, DrafterTrainingArguments, FeatureBuffer
 from tlt_trl.idle import averaging
 from tlt_trl.idle.averaging import DraftersDifferError, average_by_tokens, check_identical
 
@@ -123,8 +123,8 @@ class TestAgainstOneProcess:
             for sample in samples:
                 buffer.add(sample)
             arguments = {"unroll_steps": 3, "autocast_dtype": torch.float32} | arguments
-            trainer = DrafterTrainer(make_drafter(), buffer, **arguments)
-            trainer.set_target(policy.get_input_embeddings().weight, policy.get_output_embeddings().weight)
+            trainer = DrafterTrainer(make_drafter(), buffer, DrafterTrainingArguments(**arguments))
+            trainer.set_policy(policy.get_input_embeddings().weight, policy.get_output_embeddings().weight)
             return trainer
 
         return make
@@ -132,13 +132,14 @@ class TestAgainstOneProcess:
     def test_a_gradient_step_on_each_half_is_one_on_the_union(self, make_trainer, fill_buffer):
         # Plain gradient descent without clipping is linear in the data, so the two agree up to rounding.
         samples = fill_buffer(num_rows=8).samples
-        trainers = [make_trainer(part, max_grad_norm=1e9) for part in (samples, samples[:4], samples[4:])]
+        trainers = [
+            make_trainer(part, max_grad_norm=1e9, warmup_steps=1, learning_rate=0.05)
+            for part in (samples, samples[:4], samples[4:])
+        ]
         for trainer in trainers:
             trainer.optimizer = torch.optim.SGD(trainer.drafter.parameters(), lr=0.05)
-            trainer._state_tensors = lambda trainer=trainer: list(trainer.drafter.parameters())
-            trainer.warmup_steps, trainer.learning_rate = 1, 0.05
         start = [parameter.detach().clone() for parameter in trainers[0].drafter.parameters()]
-        tokens = [trainer.step()["tokens"] for trainer in trainers]
+        tokens = [trainer.step().tokens for trainer in trainers]
         assert tokens[0] == tokens[1] + tokens[2] and tokens[1] > 0
         union, *ranks = [list(trainer.drafter.parameters()) for trainer in trainers]
         run_ranks([[p.data for p in rank] for rank in ranks], tokens[1:])
@@ -156,8 +157,10 @@ class TestAgainstOneProcess:
         ]
         before = union.evaluate(samples)["loss"]
         for _ in range(5):  # rollouts
-            tokens = [rank.train_for(60.0, stop=lambda r=rank, s=rank.steps: r.steps >= s + 12) for rank in ranks]
-            run_ranks([[p.data for p in rank.drafter.parameters()] for rank in ranks], [t["tokens"] for t in tokens])
+            reports = [rank.train_for(60.0, stop=lambda r=rank, s=rank.steps: r.steps >= s + 12) for rank in ranks]
+            run_ranks(
+                [[p.data for p in rank.drafter.parameters()] for rank in ranks], [report.tokens for report in reports]
+            )
         while union.tokens_trained < sum(rank.tokens_trained for rank in ranks):
             union.step()
         together, apart = union.evaluate(samples)["loss"], ranks[0].evaluate(samples)["loss"]

@@ -3,11 +3,11 @@ import time
 import pytest
 import torch
 
-from tlt_trl.drafter import DrafterTrainer
+from tlt_trl.drafter import DrafterTrainer, DrafterTrainingArguments
+from tlt_trl.drafter.training_report import TrainingReport
 from tlt_trl.idle.spot_training import (
     MAX_STEP_S,
     BackgroundTraining,
-    empty_report,
     train_safely,
     train_until_all_finished,
 )
@@ -39,43 +39,43 @@ class ScriptedTrainer:
     def __init__(self, step_s, has_data=True):
         self.step_s, self.has_data, self.max_step_s = step_s, has_data, None
 
-    def set_target(self, embedding, head):
+    def set_policy(self, embedding, head):
         assert (embedding, head) == TARGET
 
     def end_period(self):
         pass
 
-    def train_for(self, seconds_budget, stop, max_step_s):
+    def train_for(self, budget_s, stop, max_step_s):
         self.max_step_s = max_step_s
-        started, steps = time.perf_counter(), 0.0
+        started, steps = time.perf_counter(), 0
         while self.has_data and not stop():
             time.sleep(self.step_s)
             steps += 1
         seconds = time.perf_counter() - started
-        return empty_report() | {"steps": steps, "seconds": seconds, "step_seconds": seconds, "tokens": steps}
+        return TrainingReport(steps=steps, time_s=seconds, step_time_s=seconds, tokens=steps)
 
 
 def test_trains_through_the_whole_wait_and_stops_after_one_step():
     wait, trainer = ScriptedWait(0.5), ScriptedTrainer(step_s=0.02)
     report = train_until_all_finished(trainer, wait, TARGET)
     assert wait.joined and trainer.max_step_s == MAX_STEP_S
-    assert report["steps"] >= 10
-    assert report["idle_used_s"] > 0.9 * report["idle_s"]
-    assert 0.0 <= report["stop_latency_s"] < 0.1
+    assert report.steps >= 10
+    assert report.idle_used_s > 0.9 * report.idle_s
+    assert 0.0 <= report.stop_latency_s < 0.1
 
 
 def test_without_data_it_only_waits():
     wait = ScriptedWait(0.2)
     report = train_until_all_finished(ScriptedTrainer(0.02, has_data=False), wait, TARGET)
-    assert wait.joined and report["steps"] == 0
-    assert report["idle_s"] > 0.15 and report["idle_used_s"] < 1e-3
-    assert report["stop_latency_s"] == 0.0
+    assert wait.joined and report.steps == 0
+    assert report.idle_s > 0.15 and report.idle_used_s < 1e-3
+    assert report.stop_latency_s == 0.0
 
 
 def test_the_last_rank_does_not_train():
     wait = ScriptedWait(-1.0)
     report = train_until_all_finished(ScriptedTrainer(0.02), wait, TARGET)
-    assert report["steps"] == 0 and report["idle_s"] == 0.0
+    assert report.steps == 0 and report.idle_s == 0.0
 
 
 class FailingTrainer(ScriptedTrainer):
@@ -83,7 +83,7 @@ class FailingTrainer(ScriptedTrainer):
         super().__init__(0.01)
         self.restored = self.ended = False
 
-    def train_for(self, seconds_budget, stop, max_step_s):
+    def train_for(self, budget_s, stop, max_step_s):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     def restore_good_state(self):
@@ -97,24 +97,27 @@ def test_an_exception_ends_the_training_and_not_the_run(caplog):
     wait, trainer = ScriptedWait(0.2), FailingTrainer()
     report = train_until_all_finished(trainer, wait, TARGET)
     assert wait.joined and trainer.restored and trainer.ended
-    assert report["failures"] == 1.0 and report["tokens"] == report["steps"] == 0.0
+    assert report.failures == 1.0 and report.tokens == report.steps == 0.0
     assert "CUDA out of memory" in caplog.text  # with its traceback
 
 
 class TestFaultsOfTheRealTrainer:
     @pytest.fixture
     def trainer(self, make_drafter, fill_buffer):
-        return DrafterTrainer(make_drafter(), fill_buffer(), unroll_steps=3, autocast_dtype=torch.float32)
+        args = DrafterTrainingArguments(unroll_steps=3, autocast_dtype=torch.float32)
+        return DrafterTrainer(make_drafter(), fill_buffer(), args)
 
     @pytest.fixture
     def target(self, policy):
         return policy.get_input_embeddings().weight.detach(), policy.get_output_embeddings().weight.detach()
 
     def state(self, trainer):
-        return [tensor.clone() for tensor in trainer._state_tensors()]
+        optimizer = trainer.optimizer.state_dict()["state"]
+        moments = [optimizer[i][name] for i in sorted(optimizer) for name in sorted(optimizer[i])]
+        return [tensor.detach().clone() for tensor in (*trainer.drafter.parameters(), *moments)]
 
     def test_out_of_memory_in_the_middle_restores_weights_and_optimizer(self, trainer, target, monkeypatch):
-        train_safely(trainer, target, seconds_budget=0.2)
+        train_safely(trainer, target, budget_s=0.2)
         before, counters = self.state(trainer), (trainer.steps, trainer.tokens_trained)
         assert trainer.steps > 0
         step = trainer.step
@@ -125,37 +128,37 @@ class TestFaultsOfTheRealTrainer:
             return step(*args)
 
         monkeypatch.setattr(trainer, "step", third_step_fails)
-        report = train_safely(trainer, target, seconds_budget=5.0)
-        assert report["failures"] == 1.0 and report["tokens"] == 0.0
+        report = train_safely(trainer, target, budget_s=5.0)
+        assert report.failures == 1.0 and report.tokens == 0.0
         assert all(map(torch.equal, before, self.state(trainer)))
         assert (trainer.steps, trainer.tokens_trained) == counters
         monkeypatch.undo()
-        assert train_safely(trainer, target, seconds_budget=0.2)["steps"] > 0
+        assert train_safely(trainer, target, budget_s=0.2).steps > 0
 
     def test_a_fault_before_the_first_step_leaves_what_was_merged(self, trainer, target):
-        train_safely(trainer, target, seconds_budget=0.1)
+        train_safely(trainer, target, budget_s=0.1)
         with torch.no_grad():  # a merge
             trainer.drafter.fc.weight.add_(1.0)
         merged = self.state(trainer)
-        report = train_safely(trainer, (target[0], torch.zeros(3, 3)), seconds_budget=0.1)
-        assert report["failures"] == 1.0
+        report = train_safely(trainer, (target[0], torch.zeros(3, 3)), budget_s=0.1)
+        assert report.failures == 1.0
         assert all(map(torch.equal, merged, self.state(trainer)))
 
     def test_losses_that_are_not_finite_change_nothing_and_end_the_period(self, trainer, target):
-        train_safely(trainer, target, seconds_budget=0.1)
+        train_safely(trainer, target, budget_s=0.1)
         before = self.state(trainer)
         started = time.perf_counter()
-        report = train_safely(trainer, (target[0], torch.full_like(target[1], float("nan"))), seconds_budget=30.0)
-        assert report["dropped_batches"] == 3.0 and report["steps"] == 0.0
+        report = train_safely(trainer, (target[0], torch.full_like(target[1], float("nan"))), budget_s=30.0)
+        assert report.dropped_batches == 3.0 and report.steps == 0.0
         assert time.perf_counter() - started < 5.0
         assert all(map(torch.equal, before, self.state(trainer)))
 
     def test_stops_within_the_longest_step(self, trainer, target):
         wait = ScriptedWait(1.0)
         report = train_until_all_finished(trainer, wait, target)
-        assert report["steps"] > 5
-        assert report["stop_latency_s"] < 0.1
-        assert report["idle_used_s"] > 0.8 * report["idle_s"]
+        assert report.steps > 5
+        assert report.stop_latency_s < 0.1
+        assert report.idle_used_s > 0.8 * report.idle_s
         assert all(parameter.grad is None for parameter in trainer.drafter.parameters())
 
 
@@ -169,7 +172,7 @@ class TestBackgroundTraining:
 
     @pytest.fixture
     def trainer(self, make_drafter, fill_buffer):
-        return DrafterTrainer(make_drafter(), fill_buffer(), unroll_steps=3)
+        return DrafterTrainer(make_drafter(), fill_buffer(), DrafterTrainingArguments(unroll_steps=3))
 
     @pytest.fixture
     def target(self, policy):
@@ -182,9 +185,9 @@ class TestBackgroundTraining:
             time.sleep(0.5)
         assert torch.equal(torch.get_rng_state(), before)
         (report,) = reports
-        assert report["steps"] > 2 and trainer.steps == report["steps"]
-        assert 0.4 < report["idle_s"] < 1.0 and report["idle_used_s"] > 0.7 * report["idle_s"]
-        assert report["stop_latency_s"] < 0.2
+        assert report.steps > 2 and trainer.steps == report.steps
+        assert 0.4 < report.idle_s < 1.0 and report.idle_used_s > 0.7 * report.idle_s
+        assert report.stop_latency_s < 0.2
 
     def test_does_not_train_while_it_is_paused(self, trainer, target):
         background, reports = self.make(trainer, target)
@@ -212,14 +215,14 @@ class TestBackgroundTraining:
         background, reports = self.make(trainer, (target[0], torch.zeros(2, 2)))
         with background.running():
             time.sleep(0.3)
-        assert reports[0]["failures"] == 1.0
+        assert reports[0].failures == 1.0
 
     def test_short_waits_are_left_alone(self):
         reports = []
         background = BackgroundTraining(lambda stop: 1 / 0, reports.append)
         with background.running():
             time.sleep(0.001)
-        assert reports[0]["failures"] == reports[0]["steps"] == reports[0]["idle_used_s"] == 0.0
+        assert reports[0].failures == reports[0].steps == reports[0].idle_used_s == 0.0
 
     @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
     def test_a_thread_that_dies_does_not_hide_the_error_beside_it(self):
@@ -228,4 +231,4 @@ class TestBackgroundTraining:
         with pytest.raises(KeyError), background.running():
             time.sleep(0.3)
             raise KeyError("reward")
-        assert reports[0]["failures"] == 1.0 and reports[0]["steps"] == 0.0
+        assert reports[0].failures == 1.0 and reports[0].steps == 0.0

@@ -80,10 +80,10 @@ def test_drafter_training_on_equals_off(tiny_policy_dir, tmp_path, monkeypatch, 
         record = RecordGradients()
         trainer = make_trainer(tiny_policy_dir, tmp_path, [record], drafter_training=drafter_training, **options)
         if draft_tokens.startswith("three"):
-            monkeypatch.setattr(trainer.vllm_generation, "_push_drafter", lambda: None)
+            monkeypatch.setattr(trainer.vllm_generation.engine, "push_drafter", lambda weights, verify: None)
         trainer.train()
         logs = [log for log in trainer.state.log_history if "loss" in log]
-        assert bool(trainer.drafter_trainer and trainer.drafter_trainer.steps) == drafter_training
+        assert bool(trainer.online_drafter.steps) == drafter_training
         assert any(log["tlt/draft_tokens/proposed"] for log in logs) == draft_tokens.startswith("three")
         weights = [p.detach().clone() for p in trainer.model.parameters()]
         return (
@@ -106,10 +106,11 @@ def test_drafter_training_leaves_the_random_states_alone(trained):
     import numpy as np
 
     before = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
-    steps = trained.drafter_trainer.steps
-    trained.drafter_trainer.set_target(*trained._policy_copy)
-    trained.drafter_trainer.train_for(1.0)
-    assert trained.drafter_trainer.steps > steps
+    trainer, generation = trained.online_drafter.trainer, trained.vllm_generation
+    steps = trainer.steps
+    trainer.set_policy(generation.policy_embedding, generation.policy_lm_head)
+    trainer.train_for(1.0)
+    assert trainer.steps > steps
     assert torch.equal(torch.get_rng_state(), before[0])
     assert (np.random.get_state()[1] == before[1]).all()
     assert random.getstate() == before[2]
@@ -167,10 +168,10 @@ def test_sync_twice_equals_once(trained, monkeypatch):
 def test_evaluation_does_not_touch_buffer_or_drafter(trained):
     def observe():
         # What was sampled for training, and what the drafter has become.
-        samples = trained.feature_buffer.samples
+        samples = trained.online_drafter.buffer.samples
         tokens = [sample.input_ids.tolist() for sample in samples]
         drafter = {name: tensor.clone() for name, tensor in trained.drafter.state_dict().items()}
-        return tokens, trained.drafter_trainer.steps, drafter
+        return tokens, trained.online_drafter.steps, drafter
 
     before = observe()
     assert before[0]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tlt_trl.drafter import Drafter, DrafterTrainer, FeatureBuffer, FeatureRecorder
+from tlt_trl.drafter import Drafter, DrafterTrainer, DrafterTrainingArguments, FeatureBuffer, FeatureRecorder
 from tlt_trl.generation.canary import chi_square_p_value, exact_probabilities
 from tlt_trl.generation.engine import RolloutEngine
 from tlt_trl.generation.standalone import build_llm
@@ -65,10 +65,9 @@ def trained_drafter(policy: PreTrainedModel, num_steps: int = 30, draft_token_id
     with torch.no_grad(), recorder.recording(ids, torch.ones_like(ids), 4, 0):
         policy(ids)
     recorder.remove()
-    trainer = DrafterTrainer(
-        drafter, buffer, learning_rate=3e-3, max_tokens_per_step=512, autocast_dtype=torch.float32
-    )
-    trainer.set_target(policy.get_input_embeddings().weight, policy.get_output_embeddings().weight)
+    args = DrafterTrainingArguments(learning_rate=3e-3, max_tokens_per_step=512, autocast_dtype=torch.float32)
+    trainer = DrafterTrainer(drafter, buffer, args)
+    trainer.set_policy(policy.get_input_embeddings().weight, policy.get_output_embeddings().weight)
     for _ in range(num_steps):
         trainer.step()
     return drafter

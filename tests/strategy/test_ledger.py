@@ -25,7 +25,10 @@ def ledger_of(*steps):
 def test_steady_steps_are_priced():
     ledger = ledger_of((TWO, 1, 20, 0.125, 0, True), (TWO, 1, 20, 0.125, 0, True), (LOOKUP, 2, 30, 0.2, 10, True))
     # 40 tokens at 200/s and 30 at 300/s predicted; 40 at 100/s and 30 at 200/s without; best is 200 per request.
-    assert ledger.sums() == pytest.approx([0, 2, 1, 0.45, 0.2 + 0.1, 0.4 + 0.15, 0.2 + 30 / 400])
+    assert ledger.sums() == pytest.approx(
+        {"off": 0, "eagle3 x2": 2, "ngram x4": 1}
+        | {"measured_s": 0.45, "predicted_s": 0.2 + 0.1, "off_s": 0.4 + 0.15, "best_s": 0.2 + 30 / 400}
+    )
     assert ledger_metrics(KnownRates.strategies, ledger.sums()) == pytest.approx(
         {
             "tlt/strategy/eagle3_x2": 2 / 3,
@@ -40,7 +43,15 @@ def test_steady_steps_are_priced():
 def test_other_steps_only_count():
     ledger = ledger_of((OFF, 1, 1, 0.01, 0, False), (LOOKUP, 1, 5, 0.1, 2000, True))
     assert ledger.steps_by_strategy() == {"off": 1, "ngram x4": 1}
-    assert ledger.sums() == [1, 0, 1, 0, 0, 0, 0]  # of the lookup with that much context nothing is known
+    assert list(ledger.sums().values()) == [
+        1,
+        0,
+        1,
+        0,
+        0,
+        0,
+        0,
+    ]  # of the lookup with that much context nothing is known
     shares = {"tlt/strategy/off": 0.5, "tlt/strategy/ngram_x4": 0.5}
     assert ledger_metrics(KnownRates.strategies, ledger.sums()) == shares
 

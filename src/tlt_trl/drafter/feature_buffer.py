@@ -5,7 +5,7 @@ Answers that finish early are short, so a buffer that forgot the previous step w
 long answers that it must speed up (TLT, arXiv 2511.16665).
 """
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -85,6 +85,7 @@ class FeatureBuffer:
         self.long_answer_fraction = long_answer_fraction
         self.max_age = max_age
         self.current_step = 0
+        self._is_new_run = False
         self.num_tokens = 0
         self.num_added = 0
         self.num_rejected = 0  # samples with infinities or NaN
@@ -113,8 +114,19 @@ class FeatureBuffer:
         self._evict()
         return any(kept is entry for kept in self._entries)
 
+    def start_run(self) -> None:
+        """
+        Begins another run, whose steps count anew. What is there keeps its age: as much older than the first step of
+        the new run as it was than the last one of the run before.
+        """
+        self._is_new_run = True
+
     def start_step(self, step: int) -> None:
-        """Begin a training step: what is there now is the past, and what is too old goes."""
+        """Begins a training step: what is there now is the past, and what is too old goes."""
+        if self._is_new_run:
+            self._is_new_run = False
+            for entry in self._entries:
+                entry.sample = replace(entry.sample, step=entry.sample.step + step - self.current_step)
         self.current_step = step
         self._keep([entry for entry in self._entries if step - entry.sample.step <= self.max_age])
 
@@ -159,6 +171,7 @@ class FeatureBuffer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on with a saved state. What does not fit into a buffer that has become smaller is dropped as usual."""
         self.current_step = state["current_step"]
+        self._is_new_run = False
         self.num_added = state["num_added"]
         self.num_rejected = state["num_rejected"]
         names = [spec.name for spec in fields(FeatureSample)]

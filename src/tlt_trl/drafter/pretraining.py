@@ -12,11 +12,16 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from .drafter_trainer import DrafterTrainer
+from .drafter_trainer import DrafterTrainer, DrafterTrainingArguments
 from .feature_buffer import FeatureBuffer, FeatureSample
 from .features import FeatureRecorder
 from .modeling_drafter import Drafter
+from .training_report import StepOutcome
 from .vocabulary import most_frequent_token_ids
+
+
+# A warm-up sees its data several times in many small steps; while a run goes on, the policy moves and steps are few.
+PRETRAINING_ARGUMENTS = DrafterTrainingArguments(learning_rate=1e-3, max_tokens_per_step=256)
 
 
 def record_features(
@@ -92,8 +97,8 @@ class DrafterWarmup:
             Drafter to train.
         held_out_fraction (`float`, *optional*, defaults to `0.05`):
             Share of the answers that is kept for the evaluation.
-        learning_rate, unroll_steps, max_tokens_per_step, temperature, seed:
-            As in [`DrafterTrainer`].
+        args ([`DrafterTrainingArguments`], *optional*, defaults to [`PRETRAINING_ARGUMENTS`]):
+            How to train.
     """
 
     def __init__(
@@ -102,30 +107,18 @@ class DrafterWarmup:
         drafter: Drafter,
         *,
         held_out_fraction: float = 0.05,
-        learning_rate: float = 1e-3,
-        unroll_steps: int = 5,
-        max_tokens_per_step: int = 256,
-        temperature: float = 1.0,
-        seed: int = 0,
+        args: DrafterTrainingArguments = PRETRAINING_ARGUMENTS,
     ):
         self.policy = policy
         self.held_out_fraction = held_out_fraction
         self.held_out: list[FeatureSample] = []
         self.trained_s = 0.0
         self._num_added = 0
-        self._generator = torch.Generator().manual_seed(seed)
+        self._generator = torch.Generator().manual_seed(args.seed)
         # Nothing is dropped: the capacity grows with what is added.
         self.buffer = FeatureBuffer(max_tokens=1)
-        self.trainer = DrafterTrainer(
-            drafter,
-            self.buffer,
-            learning_rate=learning_rate,
-            unroll_steps=unroll_steps,
-            max_tokens_per_step=max_tokens_per_step,
-            temperature=temperature,
-            seed=seed,
-        )
-        self.trainer.set_target(policy.get_input_embeddings().weight, policy.get_output_embeddings().weight)
+        self.trainer = DrafterTrainer(drafter, self.buffer, args)
+        self.trainer.set_policy(policy.get_input_embeddings().weight, policy.get_output_embeddings().weight)
 
     def add(self, sequences: Sequence[tuple[list[int], list[int]]]) -> None:
         """
@@ -177,13 +170,13 @@ class DrafterWarmup:
                     done = (trainer.tokens_trained - first_token) / (num_tokens - first_token)
                     done = max(done, (self.trained_s - first_s) / (max_seconds - first_s))
                     trainer.learning_rate = peak * (1.0 - done)
-                metrics = trainer.step()
-                if metrics is None:
+                result = trainer.step()
+                if result.outcome is StepOutcome.STARVED:
                     raise ValueError("No answer is long enough to learn from: a drafter needs at least three tokens.")
-                if "loss" not in metrics:
+                if not result.has_trained:
                     raise FloatingPointError("The drafter's loss is not finite; lower the learning rate.")
                 bar.update(min(num_tokens, trainer.tokens_trained) - bar.n)
-                bar.set_postfix(acceptance_length=f"{metrics.get('acceptance_length', 1.0):.2f}")
+                bar.set_postfix(acceptance_length=f"{result.metrics['acceptance_length']:.2f}")
                 self.trained_s = time.perf_counter() - began
 
     def evaluate(self) -> dict[str, float]:

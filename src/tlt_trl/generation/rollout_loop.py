@@ -1,7 +1,7 @@
 """Steps the engine until every sample is finished; the selector chooses each step and hears what it did."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 from ..strategy import Selector, StepLedger, Strategy
@@ -23,7 +23,7 @@ class RolloutStats:
             Engine steps.
         speculative_steps (`int`):
             Steps that verified draft tokens.
-        seconds (`float`):
+        time_s (`float`):
             Wall-clock time spent in engine steps.
         emitted_tokens (`int`):
             Completion tokens sampled.
@@ -48,7 +48,7 @@ class RolloutStats:
 
     steps: int = 0
     speculative_steps: int = 0
-    seconds: float = 0.0
+    time_s: float = 0.0
     emitted_tokens: int = 0
     drafts: int = 0
     draft_tokens: int = 0
@@ -61,7 +61,7 @@ class RolloutStats:
     def add_step(self, step: EngineStep) -> None:
         """Adds a step."""
         self.steps += 1
-        self.seconds += step.seconds
+        self.time_s += step.seconds
         self.emitted_tokens += step.emitted_tokens
         if not step.draft_tokens:
             return
@@ -81,6 +81,15 @@ class RolloutStats:
             for position, count in enumerate(of_step):
                 mine[position] += count
 
+    def sums(self, num_positions: int) -> dict[str, float]:
+        """All numbers by name, positions counted from 1; `num_positions` is the same on all ranks."""
+        by_position = {"drafted": self.drafted_by_position, "accepted": self.accepted_by_position}
+        sums = {name: float(value) for name, value in asdict(self).items() if not isinstance(value, list)}
+        for name, counts in by_position.items():
+            padded = counts + [0] * (num_positions - len(counts))
+            sums |= {f"{name}_{position}": float(count) for position, count in enumerate(padded, start=1)}
+        return sums
+
     @property
     def accepted_tokens(self) -> int:
         return sum(self.accepted_by_position)
@@ -98,7 +107,7 @@ class RolloutStats:
 
     @property
     def tokens_per_s(self) -> float:
-        return self.emitted_tokens / self.seconds if self.seconds else 0.0
+        return self.emitted_tokens / self.time_s if self.time_s else 0.0
 
 
 class RolloutLoop:

@@ -2,25 +2,31 @@
 
 import functools
 import logging
+import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase
 from trl.generation.vllm_generation import VLLMGeneration, empty_cache
 
-from ..strategy import Strategy
+from ..drafter.modeling_drafter import Drafter
+from ..drafter.source import build_drafter
+from ..strategy import StepLedger, Strategy, describe, ledger_metrics, make_selector, strategies_for
 from ..telemetry.alarms import Alarms
-from ..telemetry.timeline import WEIGHT_SYNC, Timeline
+from ..telemetry.metrics import rollout_metrics
+from ..telemetry.reduce import sum_over_ranks
+from ..telemetry.timeline import WEIGHT_SYNC, NoTimeline, Timeline
 from ..upstream import replaced_llm
 from ..vllm_internals.llm import make_rollout_llm_class
 from ..vllm_internals.prepare import prepare_vllm
 from ..vllm_internals.weights import WeightMismatchError
 from .canary import InexactEngineError, failure_message, run_canary
 from .cuda_graphs import plan_cuda_graphs
+from .drafter_lag import DrafterLag
 from .engine import RolloutEngine
 from .policy_checks import check_policy
 from .policy_mark import PolicyMark
@@ -28,7 +34,6 @@ from .rollout_loop import RolloutLoop
 
 
 if TYPE_CHECKING:
-    from ..drafter import Drafter
     from ..tlt_grpo_config import TLTGRPOConfig
 
 
@@ -40,50 +45,58 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
     Colocated vLLM generation with speculative decoding; in server mode it is TRL's class unchanged.
 
     Only three things differ from [`~trl.generation.vllm_generation.VLLMGeneration`]: the engine is built with a
-    `speculative_config`, the engine is stepped by a [`RolloutLoop`], and `sync_weights` pushes
-    policy and drafter together and reads them back. TRL's `generate` is used as it is, so that tensor parallelism,
-    images, structured outputs and sleep mode keep their one implementation.
+    `speculative_config`, it is stepped by a [`RolloutLoop`], and `sync_weights` pushes policy and drafter together and
+    reads them back. TRL's `generate` is used as it is, so that tensor parallelism, images, structured outputs and
+    sleep mode keep their one implementation.
 
     Args:
         args ([`TLTGRPOConfig`]):
             Configuration of the trainer.
-        build_drafter (`Callable[[PreTrainedModel, Callable], Drafter]`):
-            Makes the drafter for the policy. Called once, before the engine is built. The second argument gives a
-            context in which the parameters in a list are whole.
-        make_selector (`Callable[[int, bool], Selector]`):
-            Makes the strategy selector for a largest batch size; the second argument says whether the engine can
-            look draft tokens up.
+        drafter ([`Drafter`], *optional*):
+            Drafter to start from. Without it, see [`~tlt_trl.drafter.source.build_drafter`].
+        train_dataset (`Iterable[dict]`, *optional*):
+            Where the tokens of a reduced vocabulary are counted.
         **kwargs:
             Arguments of [`~trl.generation.vllm_generation.VLLMGeneration`].
+
+    Attributes:
+        drafter ([`Drafter`]):
+            The drafter whose weights every sync pushes.
+        engine ([`RolloutEngine`]), rollout_loop ([`RolloutLoop`]):
+            The engine and what steps it.
+        policy_embedding, policy_lm_head (`torch.Tensor` of shape (vocab_size, hidden_size)):
+            Copies of the policy's embedding and head taken at the last sync: what the drafter trains against.
+        drafter_lag ([`DrafterLag`]), alarms ([`Alarms`]):
+            Told of trainings of the drafter and of rollouts.
+        timeline ([`Timeline`]):
+            Where syncs are noted.
     """
+
+    drafter: Drafter
+    engine: RolloutEngine
+    rollout_loop: RolloutLoop
+    policy_embedding: torch.Tensor
+    policy_lm_head: torch.Tensor
 
     def __init__(
         self,
         *,
         args: "TLTGRPOConfig",
-        build_drafter: "Callable[[PreTrainedModel, Callable], Drafter]",
-        make_selector: Callable[[int, bool], object],
-        **kwargs,
+        drafter: Drafter | None,
+        train_dataset: Iterable[dict[str, Any]] | None,
+        **kwargs: Any,
     ):
         self.args = args
-        self._build_drafter = build_drafter
-        self._make_selector = make_selector
-        self.drafter: Drafter | None = None
-        self.engine: RolloutEngine | None = None
-        self.rollout_loop: RolloutLoop | None = None
-        # Copies of the policy's embedding and head, taken at every sync: what the drafter trains against.
-        self.policy_embedding: torch.Tensor | None = None
-        self.policy_lm_head: torch.Tensor | None = None
-        self.sync_seconds = 0.0
-        self._synced_mark: PolicyMark | None = None
         self.alarms = Alarms()
-        self.timeline: Timeline | None = None
-        # Counts trainings of the drafter; the second is the version that the engine holds.
-        self.drafter_version = 0
-        self.pushed_drafter_version = 0
-        self._lag_step: int | None = None
-        self._drafter_lag = 0
+        self.timeline: Timeline | NoTimeline = NoTimeline()
+        self._given_drafter = drafter
+        self._train_dataset = train_dataset
+        self._sync_s = 0.0
+        self._synced_mark: PolicyMark | None = None
+        self.drafter_lag = DrafterLag()
         super().__init__(**kwargs)
+
+    # ---- building --------------------------------------------------------------------------------------------------
 
     def _init_vllm(self):
         if self.mode != "colocate":
@@ -91,19 +104,40 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
 
         prepare_vllm()
         check_policy(self.model, self.trust_remote_code)
-        self.drafter = self._build_drafter(self.model, self._dist.gather_params)
-        with tempfile.TemporaryDirectory(prefix="tlt-trl-drafter-") as drafter_dir:
-            self.drafter.save_pretrained(drafter_dir)
-            with replaced_llm(functools.partial(self._build_llm, drafter_dir)):
+        args = self.args
+        tokenizer = self.processing_class
+        if not isinstance(tokenizer, PreTrainedTokenizerBase):
+            tokenizer = tokenizer.tokenizer
+        drafter = build_drafter(
+            self.model,
+            given=self._given_drafter,
+            name_or_path=args.drafter_model_name_or_path,
+            vocab_size=args.drafter_vocab_size,
+            train_dataset=self._train_dataset,
+            tokenizer=tokenizer,
+            gather_params=self._dist.gather_params,
+        )
+        self.drafter = drafter.to(self.accelerator.device)
+        with tempfile.TemporaryDirectory(prefix="tlt-trl-drafter-") as folder:
+            save_for_engine(self.drafter, folder)
+            with replaced_llm(functools.partial(self._build_llm, folder)):
                 super()._init_vllm()
         self.engine = RolloutEngine(self.llm)
-        self.rollout_loop = RolloutLoop(
-            self.engine, self._make_selector(self.engine.max_num_seqs, self.engine.can_look_up)
-        )
-        self.llm.rollout_loop = self.rollout_loop
+        self.engine.repeats_seeds = args.repeats_seeds
+        self.rollout_loop = self.llm.rollout_loop = RolloutLoop(self.engine, self._make_selector())
         if self.tensor_parallel_size > 1:
             self.rollout_loop.agree = self._strategy_of_leader
         self._check_exactness()
+
+    def _make_selector(self):
+        args = self.args
+        strategies = strategies_for(args.strategies, self.engine.can_look_up)
+        options = {}
+        if args.speculation_selector == "fixed":
+            options["activation_threshold"] = args.speculation_activation_threshold
+        return make_selector(
+            args.speculation_selector, strategies, self.engine.max_num_seqs, seed=args.seed, **options
+        )
 
     def _strategy_of_leader(self, strategy: Strategy) -> Strategy:
         """
@@ -117,19 +151,19 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
 
     def _build_llm(self, drafter_dir: str, llm_class, **trl_kwargs):
         """TRL's engine with a drafter; `vllm_engine_kwargs` have the last word."""
-        kwargs = trl_kwargs | (self.args.vllm_engine_kwargs or {})
+        args = self.args
+        kwargs = trl_kwargs | (args.vllm_engine_kwargs or {})
         if self.accelerator.device.type == "cuda":
             self._plan_cuda_graphs(kwargs)
-        longest = self.args.max_draft_tokens
+        longest = args.max_draft_tokens
         if kwargs["max_model_len"] is not None and longest >= kwargs["max_model_len"]:
             raise ValueError(
                 f"{longest} draft tokens do not fit into a context of {kwargs['max_model_len']} tokens. Raise "
-                "`vllm_max_model_length`, or name shorter `speculation_strategies`."
+                "`vllm_max_model_length`, or choose shorter `speculation_strategies`."
             )
-        is_probabilistic = any(strategy.draft_sampling == "probabilistic" for strategy in self.args.strategies)
-        draft_sampling = "probabilistic" if is_probabilistic else "greedy"
+        is_probabilistic = any(strategy.draft_sampling == "probabilistic" for strategy in args.strategies)
         return make_rollout_llm_class(llm_class)(
-            speculative_config=speculative_config(drafter_dir, longest, kwargs["max_num_seqs"], draft_sampling),
+            speculative_config=speculative_config(drafter_dir, longest, kwargs["max_num_seqs"], is_probabilistic),
             # Without statistics the scheduler counts no drafts.
             disable_log_stats=False,
             **kwargs,
@@ -139,9 +173,8 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
         """Adds the sizes to capture, unless the user has said which or wants none."""
         if kwargs.get("enforce_eager") or {"compilation_config", "cudagraph_capture_sizes"} & kwargs.keys():
             return
-        plan = plan_cuda_graphs(
-            [strategy.num_draft_tokens for strategy in self.args.strategies], kwargs["max_num_seqs"]
-        )
+        lengths = [strategy.num_draft_tokens for strategy in self.args.strategies]
+        plan = plan_cuda_graphs(lengths, kwargs["max_num_seqs"])
         kwargs["compilation_config"] = {"cudagraph_capture_sizes": list(plan.sizes)}
         config = self.model.config.get_text_config()
         logger.info(plan.describe(config.num_hidden_layers, config.hidden_size, bytes_per_value=2))
@@ -157,6 +190,8 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
         logger.warning("%s\nGoing on without speculation.", failure_message(results))
         self.rollout_loop.disabled.add("inexact")
 
+    # ---- weight sync -----------------------------------------------------------------------------------------------
+
     def sync_weights(self):
         """
         Pushes the policy and the drafter to the engine and reads them back.
@@ -165,7 +200,7 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
         """
         if self.mode != "colocate":
             return super().sync_weights()
-        with self.timeline.interval(WEIGHT_SYNC) if self.timeline is not None else nullcontext():
+        with self.timeline.interval(WEIGHT_SYNC):
             self._sync_colocated_weights()
 
     def _sync_colocated_weights(self) -> None:
@@ -181,7 +216,7 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
         self.engine.reset_prefix_cache()
         # Not before: TRL merges adapters into the weights for the push and takes them out again.
         self._synced_mark = PolicyMark.of(self.model.parameters())
-        self.sync_seconds += time.perf_counter() - started
+        self._sync_s += time.perf_counter() - started
 
     def holds_policy(self) -> bool:
         """
@@ -190,10 +225,9 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
 
         Every rank must call it, for all of them sync or none.
         """
-        changed = torch.tensor(
-            [float(PolicyMark.of(self.model.parameters()) != self._synced_mark)], device=self.accelerator.device
-        )
-        return not self.accelerator.reduce(changed, reduction="sum").item()
+        changed = float(PolicyMark.of(self.model.parameters()) != self._synced_mark)
+        changed_ranks = self.accelerator.reduce(torch.tensor([changed], device=self.accelerator.device), "sum")
+        return not changed_ranks.item()
 
     def _push_drafter(self) -> None:
         try:
@@ -205,7 +239,7 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
             return
         self.alarms.set("drafter_mismatch", False)
         self.rollout_loop.disabled.discard("drafter_mismatch")
-        self.pushed_drafter_version = self.drafter_version
+        self.drafter_lag.note_pushed()
 
     def _policy_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The policy's weights as TRL gathers them, keeping a copy of the embedding and the head on the way."""
@@ -218,27 +252,38 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
             yield name, weight
         self.policy_lm_head = self.policy_embedding if head is None else head
 
-    def note_drafter_lag(self, policy_step: int) -> None:
+    # ---- what a rollout did ----------------------------------------------------------------------------------------
+
+    def pop_metrics(self, is_training: bool) -> tuple[dict[str, float], str]:
         """
-        Takes note, when a rollout's samples are there, of how many trainings the engine's drafter has missed.
+        What rollouts did since the last call, over all ranks; every rank must call it.
 
-        TRL syncs before the first rollout of a policy step. What is trained later, between the turns of a tool loop or
-        the rollouts of one step, is pushed with the next one, so only the first call for a step counts.
+        Args:
+            is_training (`bool`):
+                Whether they were training rollouts, which the alarms watch.
+
+        Returns:
+            `tuple[dict[str, float], str]`: Metrics, and one line in words.
         """
-        if policy_step != self._lag_step:
-            self._lag_step, self._drafter_lag = policy_step, self.drafter_version - self.pushed_drafter_version
+        ledger, stats = self.rollout_loop.pop_ledger(), self.rollout_loop.pop_stats()
+        total, num_engines = self._sum_over_engines(stats.sums(self.args.max_draft_tokens), ledger)
+        metrics = rollout_metrics(total, self.args.max_draft_tokens, num_engines)
+        metrics |= ledger_metrics(self.rollout_loop.selector.strategies, total)
+        metrics["tlt/sync/time_s"], self._sync_s = self._sync_s, 0.0
+        if is_training:
+            self.alarms.observe_rollout(
+                metrics["tlt/acceptance_length"], metrics["tlt/draft_tokens/proposed"], self.drafter_lag.trainings
+            )
+        return metrics, describe(metrics, ledger.choices())
 
-    def observe_rollout(self, acceptance_length: float, draft_tokens: float) -> None:
-        """Feeds the alarms after a training rollout."""
-        self.alarms.observe_rollout(acceptance_length, draft_tokens, self._drafter_lag)
-
-    def pop_sync_seconds(self) -> float:
-        """Seconds spent in weight syncs since the last call."""
-        seconds, self.sync_seconds = self.sync_seconds, 0.0
-        return seconds
+    def _sum_over_engines(self, sums: dict[str, float], ledger: StepLedger) -> tuple[dict[str, float], int]:
+        # The ranks of a tensor-parallel group have all run the same samples.
+        is_leader = self.accelerator.process_index % self.tensor_parallel_size == 0
+        own = {name: value * is_leader for name, value in (sums | ledger.sums()).items()}
+        return sum_over_ranks(self.accelerator, own), self.accelerator.num_processes // self.tensor_parallel_size
 
 
-def speculative_config(drafter: str, max_draft_tokens: int, max_num_seqs: int, draft_sampling: str) -> dict:
+def speculative_config(drafter: str, max_draft_tokens: int, max_num_seqs: int, is_probabilistic: bool) -> dict:
     """vLLM's `speculative_config` for a drafter whose number of draft tokens is chosen step by step."""
     return {
         "method": "eagle3",
@@ -247,5 +292,23 @@ def speculative_config(drafter: str, max_draft_tokens: int, max_num_seqs: int, d
         # Any table makes the scheduler ask for a length in every step; RolloutEngine puts itself in its place.
         "num_speculative_tokens_per_batch_size": [(1, max_num_seqs, max_draft_tokens)],
         # Reserves memory for the drafter's probabilities; each strategy then says whether they are used.
-        "draft_sample_method": "greedy" if draft_sampling == "greedy" else "probabilistic",
+        "draft_sample_method": "probabilistic" if is_probabilistic else "greedy",
     }
+
+
+def save_for_engine(drafter: Drafter, folder: str | os.PathLike) -> None:
+    """
+    Saves the drafter where the engine loads it from.
+
+    Raises:
+        `OSError`: If the disk is too small; the message names the folder, what is needed and what is free.
+    """
+    needed = sum(tensor.numel() * tensor.element_size() for _, tensor in drafter.vllm_weights())
+    stats = os.statvfs(folder)
+    free = stats.f_bavail * stats.f_frsize
+    if free < needed:
+        raise OSError(
+            f"The drafter that the engine loads takes {needed} bytes, and {Path(folder).parent} has {free} free. Set "
+            "the environment variable TMPDIR to a folder with more room."
+        )
+    drafter.save_pretrained(folder)

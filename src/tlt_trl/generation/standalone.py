@@ -69,7 +69,9 @@ def build_llm(
     gc.collect()
     speculative = {}
     if drafter is not None:
-        speculative["speculative_config"] = speculative_config(drafter, max_draft_tokens, max_num_seqs, draft_sampling)
+        speculative["speculative_config"] = speculative_config(
+            drafter, max_draft_tokens, max_num_seqs, draft_sampling == "probabilistic"
+        )
     return make_rollout_llm_class(LLM)(
         model=model,
         max_num_seqs=max_num_seqs,

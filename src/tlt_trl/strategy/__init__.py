@@ -10,6 +10,7 @@ from .beg_mab import BEGMAB
 from .cost_model import CostModel, CostModelSelector
 from .fixed import FixedSelector
 from .ledger import StepLedger, describe, ledger_metrics
+from .menu import strategies_for
 from .selector import Selector
 from .strategy import Strategy, bucket_edges, bucket_index, check_strategies
 
@@ -28,6 +29,7 @@ __all__ = [
     "describe",
     "ledger_metrics",
     "make_selector",
+    "strategies_for",
 ]
 
 

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from .selector import Selector
 from .strategy import Strategy, bucket_edges, bucket_index
-
-
-# What is priced, in this order behind the steps of each strategy: seconds that the tokens of the priced steps took,
-# would have been predicted to take, would have taken without speculation, and with the best strategy at each batch.
-PRICED = ("measured_s", "predicted_s", "off_s", "best_s")
 
 
 class StepLedger:
@@ -47,11 +42,15 @@ class StepLedger:
         """Engine steps of every strategy that was played."""
         return {str(s): steps for s, steps in zip(self.selector.strategies, self._steps, strict=True) if steps}
 
-    def sums(self) -> list[float]:
+    def sums(self) -> dict[str, float]:
         """
-        Steps of every strategy, then [`PRICED`]; adds up across ranks.
+        Numbers that add up across ranks.
 
-        Where the selector has no opinion about the strategy played or about "off", a step is not priced.
+        Returns:
+            `dict[str, float]`: Steps of every strategy by its name, and seconds that the tokens of the priced steps
+            took (`measured_s`), would have been predicted to take (`predicted_s`), would have taken without
+            speculation (`off_s`), and with the best strategy at each batch size (`best_s`). Where the selector has no
+            opinion about the strategy played or about "off", a step is not priced.
         """
         measured = predicted = off = best = 0.0
         off_arm = self._arm_of.get(Strategy.off())
@@ -63,7 +62,8 @@ class StepLedger:
             predicted += tokens / rates[arm]
             off += tokens / rates[off_arm]
             best += tokens / max(rate for rate in rates if rate is not None)
-        return [*map(float, self._steps), measured, predicted, off, best]
+        steps = {str(s): float(count) for s, count in zip(self.selector.strategies, self._steps, strict=True)}
+        return steps | {"measured_s": measured, "predicted_s": predicted, "off_s": off, "best_s": best}
 
     def choices(self) -> list[tuple[int, int, Strategy]]:
         """
@@ -88,32 +88,28 @@ class StepLedger:
         return ranges
 
 
-def ledger_metrics(strategies: Sequence[Strategy], sums: Sequence[float]) -> dict[str, float]:
+def ledger_metrics(strategies: Sequence[Strategy], total: Mapping[str, float]) -> dict[str, float]:
     """
     Metrics from the sum over ranks of [`StepLedger.sums`].
 
     Args:
         strategies (`Sequence[Strategy]`):
             The selector's strategies.
-        sums (`Sequence[float]`):
-            Of length `len(strategies) + len(PRICED)`.
+        total (`Mapping[str, float]`):
+            The sum.
 
     Returns:
         `dict[str, float]`: Share of the steps of every strategy that was played; where steps could be priced, the
         speed-up over "off" as predicted and as measured, and the share of the time that a better strategy would have
         saved (`regret`, an estimate with the selector's own rates).
     """
-    steps, priced = sums[: len(strategies)], dict(zip(PRICED, sums[len(strategies) :], strict=True))
-    total = sum(steps)
-    metrics = {
-        f"tlt/strategy/{str(strategy).replace(' ', '_')}": count / total
-        for strategy, count in zip(strategies, steps, strict=True)
-        if count
-    }
-    if priced["measured_s"]:
-        metrics["tlt/speculation/predicted_speedup"] = priced["off_s"] / priced["predicted_s"]
-        metrics["tlt/speculation/measured_speedup"] = priced["off_s"] / priced["measured_s"]
-        metrics["tlt/speculation/regret"] = 1.0 - priced["best_s"] / priced["predicted_s"]
+    steps = {str(strategy): total[str(strategy)] for strategy in strategies}
+    num_steps = sum(steps.values())
+    metrics = {f"tlt/strategy/{name.replace(' ', '_')}": count / num_steps for name, count in steps.items() if count}
+    if total["measured_s"]:
+        metrics["tlt/speculation/predicted_speedup"] = total["off_s"] / total["predicted_s"]
+        metrics["tlt/speculation/measured_speedup"] = total["off_s"] / total["measured_s"]
+        metrics["tlt/speculation/regret"] = 1.0 - total["best_s"] / total["predicted_s"]
     return metrics
 
 

@@ -7,11 +7,13 @@ microseconds an interval.
 """
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 ROLLOUT = "rollout"
@@ -78,6 +80,12 @@ class Timeline:
         self.zero_error_s = self._zero - entered
         self._write({"rank": rank, "num_ranks": num_ranks, "zero_error_s": self.zero_error_s})
 
+    @classmethod
+    def of_run(cls, output_dir: str | os.PathLike, accelerator: Any) -> "Timeline":
+        """Timeline of a process of a training run, in `timeline` inside its `output_dir`."""
+        folder = Path(output_dir) / "timeline"
+        return cls(folder, accelerator.process_index, accelerator.num_processes, accelerator.wait_for_everyone)
+
     @contextmanager
     def interval(self, name: str) -> Iterator[None]:
         """An interval of that name, one of the constants of this module; the one around it is interrupted."""
@@ -98,6 +106,15 @@ class Timeline:
     def _write(self, row: dict) -> None:
         row = {key: round(value, 6) if isinstance(value, float) else value for key, value in row.items()}
         self._file.write(json.dumps(row) + "\n")
+
+
+class NoTimeline:
+    """A [`Timeline`] that notes nothing."""
+
+    step = 0
+
+    def interval(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import math
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ..drafter.checkpoint import run_facts
 from ..drafter.hub import write_model_card
 from ..drafter.modeling_drafter import Drafter
-from ..drafter.pretraining import DrafterWarmup, draft_token_ids_for
+from ..drafter.pretraining import PRETRAINING_ARGUMENTS, DrafterWarmup, draft_token_ids_for
 from ..generation.engine import RolloutEngine
 from ..generation.rollout_loop import RolloutLoop
 from ..generation.standalone import build_llm, completion_ids
@@ -56,9 +57,9 @@ def warm_up(
     always_drafted: Sequence[int] = (),
     epochs: float = 6.0,
     max_seconds: float = float("inf"),
-    learning_rate: float = 1e-3,
-    unroll_steps: int = 5,
-    max_tokens_per_step: int = 256,
+    learning_rate: float = PRETRAINING_ARGUMENTS.learning_rate,
+    unroll_steps: int = PRETRAINING_ARGUMENTS.unroll_steps,
+    max_tokens_per_step: int = PRETRAINING_ARGUMENTS.max_tokens_per_step,
     temperature: float = 1.0,
     seed: int = 0,
 ) -> dict[str, float]:
@@ -87,7 +88,7 @@ def warm_up(
         max_seconds (`float`, *optional*, defaults to no limit):
             Training time at most.
         learning_rate, unroll_steps, max_tokens_per_step, temperature, seed:
-            As in [`~tlt_trl.drafter.DrafterTrainer`].
+            As in [`~tlt_trl.drafter.DrafterTrainingArguments`].
 
     Returns:
         `dict[str, float]`: Metrics of the drafter on the answers held out, `sampled_tokens_per_s`, and
@@ -131,15 +132,15 @@ def warm_up(
     sequences = sampler.sample_round()
     ids = draft_token_ids_for(sequences, policy.config.vocab_size, draft_vocab_size, always_drafted)
     drafter = Drafter.from_policy(policy, ids).to(policy.device)
-    warmup = DrafterWarmup(
-        policy,
-        drafter,
+    arguments = replace(
+        PRETRAINING_ARGUMENTS,
         learning_rate=learning_rate,
         unroll_steps=unroll_steps,
         max_tokens_per_step=max_tokens_per_step,
         temperature=temperature,
         seed=seed,
     )
+    warmup = DrafterWarmup(policy, drafter, args=arguments)
     warmup.add(sequences)
     while not sampler.is_done:
         warmup.train(min(1.0, epochs), max_seconds)

@@ -1,0 +1,338 @@
+"""The drafter that learns while the run goes on: what it is trained on, when, and how ranks stay together."""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from .drafter.drafter_trainer import DrafterTrainer, DrafterTrainingArguments
+from .drafter.feature_buffer import FeatureBuffer
+from .drafter.features import FeatureRecorder
+from .drafter.modeling_drafter import Drafter
+from .drafter.training_report import MAXIMA, TrainingReport
+from .generation.speculative_generation import SpeculativeVLLMGeneration
+from .idle.averaging import average_by_tokens, check_identical
+from .idle.spot_training import MAX_STEP_S, BackgroundTraining, PolicyCopy, train_safely, train_until_all_finished
+from .idle.straggler_wait import StragglerWait
+from .idle.time_budget import TimeBudget
+from .telemetry.alarms import Alarms
+from .telemetry.metrics import step_metric_names, training_metrics
+from .telemetry.reduce import sum_over_ranks
+from .telemetry.timeline import DRAFTER_TRAINING, MERGING, WAITING, NoTimeline, Timeline
+from .tlt_grpo_config import TLTGRPOConfig
+from .upstream import default_store
+
+
+# The drafter computes as the policy does. Not in fp16, whose gradients need a loss scaler of their own.
+AUTOCAST_DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float32, "fp8": torch.bfloat16}
+
+# Rollouts after which features are dropped.
+MAX_AGE_ROLLOUTS = 4
+
+
+class InactiveOnlineDrafter:
+    """Stands in for an [`OnlineDrafter`] where nothing is trained, with a drafter or without."""
+
+    steps = 0
+
+    def __init__(self) -> None:
+        self.tokens_trained = 0
+
+    def start_run(self) -> None:
+        """Nothing to begin."""
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def start_rollout(self, step: int) -> None:
+        """Nothing to age."""
+
+    def train_after_rollout(self, rollout_started_s: float) -> None:
+        """Nothing to train."""
+
+    def in_background(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def paused(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def recording(
+        self, input_ids: Tensor, attention_mask: Tensor, prompt_length: int, step: int
+    ) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def pop_metrics(self) -> dict[str, float]:
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"tokens_trained": self.tokens_trained}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """All but the number of tokens means nothing here: what a run has trained is in the weights."""
+        self.tokens_trained = state["tokens_trained"]
+
+
+class OnlineDrafter:
+    """
+    Trains a drafter beside the policy, from the hidden states of the policy's own forward passes.
+
+    With several processes every rank trains while it waits for the last one to finish its rollout, and the drafters
+    are merged when it has. A single process trains for a share of the time between two rollouts and, if asked to, in a
+    thread while reward functions and tools run (the Spot Trainer of TLT, arXiv 2511.16665).
+
+    Args:
+        drafter ([`Drafter`]):
+            Trained in place.
+        policy (`torch.nn.Module`):
+            The policy, without DDP around it.
+        accelerator ([`~accelerate.Accelerator`]):
+            Of the run.
+        args ([`DrafterTrainingArguments`]):
+            How to train.
+        buffer ([`FeatureBuffer`]):
+            Where recorded features go.
+        policy_copy (`Callable[[], tuple[torch.Tensor, torch.Tensor]]`):
+            Embedding and head of the policy as they were pushed last.
+        time_budget ([`TimeBudget`]):
+            Of a single process; not asked with several.
+        wait ([`StragglerWait`], *optional*):
+            Of several processes.
+        in_background (`bool`, *optional*, defaults to `False`):
+            Whether to train in a thread inside [`in_background`][OnlineDrafter.in_background].
+        on_trained (`Callable[[], None]`, *optional*):
+            Called whenever the weights have changed.
+        alarms ([`Alarms`], *optional*):
+            Told how training goes.
+        timeline ([`Timeline`], *optional*):
+            Where training is noted.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        policy: torch.nn.Module,
+        accelerator: Accelerator,
+        args: DrafterTrainingArguments,
+        buffer: FeatureBuffer,
+        *,
+        policy_copy: Callable[[], PolicyCopy],
+        time_budget: TimeBudget,
+        wait: StragglerWait | None = None,
+        in_background: bool = False,
+        on_trained: Callable[[], None] = lambda: None,
+        alarms: Alarms | None = None,
+        timeline: Timeline | NoTimeline | None = None,
+    ):
+        self.drafter = drafter
+        self.buffer = buffer
+        self.trainer = DrafterTrainer(drafter, buffer, args)
+        self.recorder = FeatureRecorder(policy, drafter.config.eagle_aux_hidden_state_layer_ids, buffer)
+        self.time_budget = time_budget
+        self.tokens_trained = 0  # by all ranks together
+        self._accelerator = accelerator
+        self._policy_copy = policy_copy
+        self._wait = wait
+        self._background = BackgroundTraining(self._train_until, self._note) if in_background else None
+        self._on_trained = on_trained
+        self._alarms = Alarms() if alarms is None else alarms
+        self._timeline = NoTimeline() if timeline is None else timeline
+        self._report = TrainingReport()  # since the last metrics
+
+    @property
+    def steps(self) -> int:
+        """Optimiser steps of this rank over the life of the drafter."""
+        return self.trainer.steps
+
+    # ---- what the run tells ----------------------------------------------------------------------------------------
+
+    def start_run(self) -> None:
+        """Begins a run: clocks and step numbers of an earlier one of this process mean nothing any more."""
+        self.time_budget.start_run()
+        self.buffer.start_run()
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Around an evaluation: an evaluation of ten minutes must not earn the drafter a minute."""
+        return self.time_budget.uncounted()
+
+    def start_rollout(self, step: int) -> None:
+        """Begins a training rollout at that step of the policy."""
+        self.buffer.start_step(step)
+
+    def recording(
+        self, input_ids: Tensor, attention_mask: Tensor, prompt_length: int, step: int
+    ) -> AbstractContextManager[None]:
+        """Records the policy's forward passes inside, see [`FeatureRecorder.recording`]."""
+        return self.recorder.recording(input_ids, attention_mask, prompt_length, step)
+
+    # ---- when it trains --------------------------------------------------------------------------------------------
+
+    def train_after_rollout(self, rollout_started_s: float) -> None:
+        """Trains while other ranks are still generating or, on a single process, within its budget."""
+        if self._wait is not None:
+            self._train_in_wait(self._wait)
+        elif self.time_budget.share:  # without one, what a checkpoint of a run with another budget has left is void
+            budget_s = self.time_budget.earn(rollout_started_s)
+            with self._timeline.interval(DRAFTER_TRAINING):
+                report = train_safely(self.trainer, self._policy_copy(), budget_s)
+            self.time_budget.spend(report.time_s, was_starved=bool(report.starved))
+            self._note(report)
+
+    def _train_in_wait(self, wait: StragglerWait) -> None:
+        with self._timeline.interval(WAITING):
+            wait.announce()
+            report = train_until_all_finished(
+                self.trainer, wait, self._policy_copy(), self._timeline.interval(DRAFTER_TRAINING)
+            )
+        with self._timeline.interval(MERGING):
+            tokens = self._merge(report.tokens)
+        # Without idle training the run would have gone on when the last rank was done.
+        added_s = time.perf_counter() - wait.finished_at_s
+        self._note(report + TrainingReport(idle_added_s=added_s), tokens)
+
+    def _merge(self, tokens: int) -> int:
+        """
+        Averages the drafters that ranks have just trained apart; every rank calls it, right after the wait.
+
+        Between two rollouts all ranks therefore hold the same drafter, and whichever saves it saves everybody's work.
+        """
+        tensors: Sequence[Tensor] = list(self.drafter.parameters())
+        total = average_by_tokens(tensors, tokens, torch.distributed.all_reduce)
+        if total:
+            check_identical(tensors, self._accelerator.gather)
+        return int(total)
+
+    @contextmanager
+    def in_background(self) -> Iterator[None]:
+        """Trains in a thread for the time of the context, where that was asked for."""
+        with nullcontext() if self._background is None else self._background.running():
+            yield
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside [`in_background`][OnlineDrafter.in_background], does not train for the time of this context."""
+        with nullcontext() if self._background is None else self._background.paused():
+            yield
+
+    def _train_until(self, stop: Callable[[], bool]) -> TrainingReport:
+        return train_safely(self.trainer, self._policy_copy(), stop=stop, max_step_s=MAX_STEP_S)
+
+    # ---- what came of it -------------------------------------------------------------------------------------------
+
+    def _note(self, report: TrainingReport, tokens_of_all_ranks: int | None = None) -> None:
+        tokens = report.tokens if tokens_of_all_ranks is None else tokens_of_all_ranks
+        if tokens:
+            self.tokens_trained += tokens
+            self._on_trained()
+        self._report += report
+
+    def pop_metrics(self) -> dict[str, float]:
+        """Metrics of the training of all ranks since the last call; every rank must call it."""
+        report, self._report = self._report, TrainingReport()
+        unroll_steps = self.trainer.args.unroll_steps
+        numbers = report.numbers()
+        sums = {name: value for name, value in numbers.items() if name not in MAXIMA}
+        sums |= {name: report.metric_sums.get(name, 0.0) for name in step_metric_names(unroll_steps)}
+        sums["feature_capture_s"] = self.recorder.pop_capture_seconds()
+        sums["buffer_tokens"] = self.buffer.num_tokens
+        total = sum_over_ranks(self._accelerator, sums, {name: numbers[name] for name in MAXIMA})
+        self._alarms.observe_training(
+            starved=total["starved"],
+            steps=total["steps"],
+            dropped_batches=total["dropped_batches"],
+            failures=total["failures"],
+        )
+        return training_metrics(total, self._accelerator.num_processes, unroll_steps)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank needs beside the weights to go on as if it had not been interrupted."""
+        return {
+            "trainer": self.trainer.state_dict(),
+            "buffer": self.buffer.state_dict(),
+            "time_budget": self.time_budget.state_dict(),
+            "tokens_trained": self.tokens_trained,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on with what `state_dict` returned, here or in a run that did not train its drafter."""
+        self.tokens_trained = state["tokens_trained"]
+        if "trainer" in state:
+            self.trainer.load_state_dict(state["trainer"])
+            self.buffer.load_state_dict(state["buffer"])
+            self.time_budget.load_state_dict(state["time_budget"])
+
+
+def steps_per_rollout(steps_per_generation: int, num_iterations: int, gradient_accumulation_steps: int) -> int:
+    """Optimiser steps of the policy that one rollout serves, at least 1: features age in rollouts."""
+    return math.ceil(steps_per_generation * num_iterations / gradient_accumulation_steps)
+
+
+def online_drafter_for(
+    args: TLTGRPOConfig,
+    accelerator: Accelerator,
+    generation: SpeculativeVLLMGeneration,
+    policy: torch.nn.Module,
+    has_reward_model: bool,
+) -> OnlineDrafter:
+    """
+    The trainer of a run's drafter.
+
+    Args:
+        args ([`TLTGRPOConfig`]):
+            Configuration of the run.
+        accelerator ([`~accelerate.Accelerator`]):
+            Of the run.
+        generation ([`SpeculativeVLLMGeneration`]):
+            Has the drafter, the policy's embedding and head, alarms and timeline.
+        policy (`torch.nn.Module`):
+            The policy, without DDP around it.
+        has_reward_model (`bool`):
+            Whether a reward function needs the accelerator.
+    """
+    num_ranks, rank = accelerator.num_processes, accelerator.process_index
+    training = DrafterTrainingArguments(
+        learning_rate=args.drafter_learning_rate,
+        # Longer drafts than the drafter is trained for are poor, and shorter ones waste training.
+        unroll_steps=max(1, args.max_drafter_tokens),
+        max_tokens_per_step=args.drafter_max_tokens_per_step,
+        temperature=args.temperature,
+        autocast_dtype=AUTOCAST_DTYPES[accelerator.mixed_precision],
+        seed=args.seed + rank,
+    )
+    max_age = MAX_AGE_ROLLOUTS * steps_per_rollout(
+        args.steps_per_generation, args.num_iterations, args.gradient_accumulation_steps
+    )
+    wait = None
+    if num_ranks > 1:
+        store, timeout_s = default_store(), args.ddp_timeout
+        wait = StragglerWait(store, rank, num_ranks, timeout_s, group_size=args.vllm_tensor_parallel_size)
+    return OnlineDrafter(
+        generation.drafter,
+        policy,
+        accelerator,
+        training,
+        FeatureBuffer(args.feature_buffer_tokens, max_age=max_age),
+        policy_copy=lambda: (generation.policy_embedding, generation.policy_lm_head),
+        time_budget=TimeBudget(args.drafter_time_budget),
+        wait=wait,
+        in_background=_trains_in_background(args, accelerator, has_reward_model),
+        on_trained=generation.drafter_lag.note_trained,
+        alarms=generation.alarms,
+        timeline=generation.timeline,
+    )
+
+
+def _trains_in_background(args: TLTGRPOConfig, accelerator: Accelerator, has_reward_model: bool) -> bool:
+    wanted = args.drafter_background_training
+    if accelerator.num_processes > 1:
+        if wanted:
+            raise ValueError(
+                "`drafter_background_training=True` needs a single process: with several, ranks train while they wait "
+                "for each other, and merge their drafters right after the rollout. Leave it unset."
+            )
+        return False
+    return accelerator.device.type != "cpu" and not has_reward_model if wanted is None else wanted
