@@ -70,6 +70,7 @@ def wait_until_healthy(url: str, server: subprocess.Popen) -> None:
     raise RuntimeError("The server did not come up.")
 
 
+@pytest.mark.slow
 def test_acceptance_over_http(trained, tmp_path):
     """What `vllm serve` runs; the command itself asks for a distribution named vllm, which a CPU build is not."""
     run_folder, port = trained["folder"] / "run", free_port()

@@ -90,7 +90,12 @@ def train_on(policy, drafter: Drafter, prompts: list[list[int]]) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "num_layers", "draft_vocab_size"),
-    [("llama", 4, 96), ("llama", 2, None), ("qwen2", 7, 96), ("qwen3", 4, None)],
+    [
+        ("llama", 4, 96),
+        pytest.param("llama", 2, None, marks=pytest.mark.slow),
+        ("qwen2", 7, 96),
+        ("qwen3", 4, None),
+    ],
 )
 def test_engine_drafts_what_our_model_drafts(make_policy, tmp_path, kind, num_layers, draft_vocab_size):
     policy = make_policy(kind, num_layers=num_layers, tied=kind == "qwen3", rope_parameters=LLAMA3_ROPE)

@@ -123,8 +123,15 @@ def test_log_probs_and_importance_ratios_with_speculation_equal_those_without(tr
     assert_close(speculative, plain, forward_operations(trained.model.config, num_tokens=32))
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("threshold", [None, 0])
+@pytest.mark.parametrize(
+    ("threshold", "tied"),
+    [
+        (None, True),
+        (None, False),
+        pytest.param(0, True, marks=pytest.mark.slow),
+        pytest.param(0, False, marks=pytest.mark.slow),
+    ],
+)
 def test_importance_ratios_are_one(make_tiny_policy, tmp_path, threshold, tied):
     # float32 engine and policy hold the same weights when a rollout is scored, with and without draft tokens. The
     # drafter was made from the policy, with the same head: pushing its own must not change the policy's.

@@ -55,10 +55,10 @@ def test_every_token_follows_the_policy(under_test, drafts, num_draft_tokens, te
 @pytest.mark.parametrize(
     ("drafts", "num_draft_tokens", "sampling"),
     [
-        ("greedy", 1, {"temperature": 1.0}),
+        pytest.param("greedy", 1, {"temperature": 1.0}, marks=pytest.mark.slow),
         ("greedy", 3, {"temperature": 0.7, "top_p": 0.9}),
         ("probabilistic", 2, {"temperature": 0.7, "top_k": 20}),
-        ("probabilistic", 3, {"temperature": 1.0}),
+        pytest.param("probabilistic", 3, {"temperature": 1.0}, marks=pytest.mark.slow),
     ],
 )
 def test_whole_sequences_follow_the_enumerated_distribution(under_test, drafts, num_draft_tokens, sampling):

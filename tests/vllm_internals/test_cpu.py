@@ -61,15 +61,18 @@ def test_expand_works_recognises_a_kernel_that_writes_elsewhere():
     assert not cpu_backend.expand_works(writes_into_a_copy)
 
 
+@pytest.mark.processes
 def test_installed_engine_needs_the_repair_and_gets_it():
     # When this fails on a newer vLLM because the first line is "True", the repair can go.
     assert run(UNREPAIRED) == ["False", "True"]
 
 
+@pytest.mark.processes
 def test_switch_for_tests_leaves_the_fault_in_place():
     assert run(UNREPAIRED, **{cpu_backend.SKIP_VARIABLE: "1"}) == ["False", "False"]
 
 
+@pytest.mark.processes
 def test_overrides_are_registered_once():
     code = """
 from tlt_trl.vllm_internals import cpu as cpu_backend

@@ -115,10 +115,10 @@ class FeatureRecorder:
         prompt_lengths = mask[:, :prompt_width].sum(dim=1).tolist()
         lengths = mask.sum(dim=1).tolist()
         wanted = rows_to_keep(lengths, prompt_lengths, self.buffer.max_tokens)
-        self._recording = _Recording(input_ids, mask, prompt_lengths, wanted, step)
+        self._recording = recording = _Recording(input_ids, mask, prompt_lengths, wanted, step)
         try:
             yield
-            self._deliver()
+            self._deliver(recording.input_ids.device)
         finally:
             self._recording = None
             self._in_forward = False
@@ -147,17 +147,17 @@ class FeatureRecorder:
         return hook
 
     def _end_forward(self, module: nn.Module, args: tuple, output: Tensor) -> None:
-        if not self._in_forward:
+        recording = self._recording
+        if recording is None or not self._in_forward:
             return
         self._in_forward = False
         started = time.perf_counter()
-        self._copy_rows(output.detach())
+        self._copy_rows(recording, output.detach())
         self._aux.clear()
         self._capture_s += time.perf_counter() - started
 
     @torch.no_grad()
-    def _copy_rows(self, last_hidden_state: Tensor) -> None:
-        recording = self._recording
+    def _copy_rows(self, recording: "_Recording", last_hidden_state: Tensor) -> None:
         first, count = recording.next_row, last_hidden_state.shape[0]
         num_rows, seq_len = recording.input_ids.shape
         if last_hidden_state.shape[1] != seq_len or first + count > num_rows:
@@ -189,10 +189,10 @@ class FeatureRecorder:
         target = torch.empty(tensor.shape, dtype=dtype, pin_memory=pinned)
         return target.copy_(tensor, non_blocking=pinned)
 
-    def _deliver(self) -> None:
+    def _deliver(self, device: torch.device) -> None:
         started = time.perf_counter()
-        if self._samples and self._recording.input_ids.device.type == "cuda":
-            torch.cuda.current_stream(self._recording.input_ids.device).synchronize()
+        if self._samples and device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
         for sample in self._samples:
             self.buffer.add(sample)
         self._capture_s += time.perf_counter() - started

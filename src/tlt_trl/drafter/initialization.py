@@ -1,6 +1,6 @@
 """Start a drafter from the weights of its policy, so that it is useful before it has seen much data."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ def parameters_to_read(policy: nn.Module) -> list[nn.Parameter]:
 
 
 def drafter_from_policy(
-    drafter_class: type, policy: nn.Module, draft_token_ids: Tensor | None, layer_ids: Iterable[int] | None
+    drafter_class: type, policy: nn.Module, draft_token_ids: Tensor | None, layer_ids: Sequence[int] | None
 ) -> PreTrainedModel:
     """See [`Drafter.from_policy`]."""
     model = inner_language_model(policy)

@@ -6,7 +6,7 @@ names are those of EAGLE-3 checkpoints, so the state dict is the file the engine
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -107,7 +107,9 @@ class Drafter(PreTrainedModel):
     def __init__(self, config: DrafterConfig, draft_token_ids: Tensor | None = None):
         super().__init__(config)
         hidden_size = config.hidden_size
-        self.fc = nn.Linear(config.num_aux_hidden_states * config.target_hidden_size, hidden_size, bias=False)
+        # The configuration has both set by now, whatever was given.
+        aux_size = config.num_aux_hidden_states * config.target_hidden_size  # type: ignore[operator]
+        self.fc = nn.Linear(aux_size, hidden_size, bias=False)
         self.midlayer = DrafterLayer(config)
         self.norm = LlamaRMSNorm(hidden_size, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(hidden_size, config.draft_vocab_size, bias=False)
@@ -134,7 +136,7 @@ class Drafter(PreTrainedModel):
         cls,
         policy: nn.Module,
         draft_token_ids: Tensor | None = None,
-        aux_hidden_state_layer_ids: Iterable[int] | None = None,
+        aux_hidden_state_layer_ids: Sequence[int] | None = None,
     ) -> "Drafter":
         """
         A drafter that starts from the weights of a policy, in fp32, without touching any random state.
@@ -145,7 +147,7 @@ class Drafter(PreTrainedModel):
             draft_token_ids (`torch.LongTensor`, *optional*):
                 Sorted policy token ids of the reduced vocabulary, see
                 [`~tlt_trl.drafter.vocabulary.most_frequent_token_ids`]. `None` keeps the whole vocabulary.
-            aux_hidden_state_layer_ids (`Iterable[int]`, *optional*):
+            aux_hidden_state_layer_ids (`Sequence[int]`, *optional*):
                 Policy layers to read.
         """
         return drafter_from_policy(cls, policy, draft_token_ids, aux_hidden_state_layer_ids)
