@@ -10,8 +10,8 @@ from tests.conftest import environment_of_its_own
 from transformers import AutoConfig
 
 from tlt_trl import Drafter
-from tlt_trl.vllm_internals.contract import UnsupportedEngineError
 from tlt_trl.tools.warmup import warm_up
+from tlt_trl.vllm_internals.contract import UnsupportedEngineError
 
 
 pytest.importorskip("vllm")
