@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 
 import pytest
+from transformers import HfArgumentParser
 from trl import GRPOConfig
 
 from tlt_trl import TLTGRPOConfig
@@ -39,6 +40,11 @@ def changed(groups, name, **changes):
 
 def test_docstring_and_page_are_up_to_date(docs, outdated):
     assert outdated(docs.descriptions()) == [], "run `python scripts/generate_config_docs.py`"
+
+
+def test_a_parser_of_the_command_line_changes_nothing(docs, outdated):
+    HfArgumentParser(TLTGRPOConfig)  # writes over the types of the fields
+    assert outdated(docs.descriptions()) == []
 
 
 def test_every_field_of_ours_is_described(docs):
