@@ -27,7 +27,7 @@ from ..strategy.strategy import Strategy, bucket_edges, bucket_index
 from .replay import replay_table
 
 
-# Measured milliseconds per token of a co-located engine (SmolLM2, 2 threads, speculating and plain taking turns), for
+# Measured milliseconds per token of a co-located engine (SmolLM2, 2 threads, speculating and plain alternating), for
 # batch sizes 1, 2, 4, 8. Off is the plain engine. At acceptance 0.87 per position a step of k draft tokens emits
 # expected_tokens(0.87, k) per request, which turns milliseconds per token into seconds per step.
 BATCHES = np.array([1.0, 2.0, 4.0, 8.0])
@@ -78,7 +78,7 @@ class Scenario:
             Probability that a draft token is accepted, from the share of all rollouts done and the share of the
             tokens of this rollout done.
         batch_sizes (`Sequence[int]`):
-            Requests at the start of a rollout; rollouts take turns.
+            Requests at the start of a rollout; rollouts cycle through them.
         num_rollouts (`int`):
             Rollouts played.
         noise (`float`):
