@@ -189,7 +189,7 @@ def summarise(logs: dict[str, dict[str, list[dict]]], steps: int) -> dict[str, f
     rows = logs["trained"]["steps"]
     for name, those in (("before", rows[steps - 4 : steps]), ("after", rows[steps:])):
         summary[f"entropy_{name}_jump"] = sum(row["entropy"] for row in those) / len(those)
-    summary["drafter_seconds_share"] = sum(row["tlt/drafter/seconds"] for row in rows) / sum(
+    summary["drafter_time_share"] = sum(row["tlt/drafter/time_s"] for row in rows) / sum(
         row["step_time"] for row in rows
     )
     return {key: round(value, 4) for key, value in summary.items()}

@@ -160,7 +160,7 @@ def summarise(pairs: list[tuple[dict, dict]]) -> dict[str, float]:
         "stop_latency_s": total("tlt/stop_latency_s") / len(pairs),
         "drafter_tokens_per_step": total("tlt/drafter_tokens") / len(pairs),
     }
-    for name in ("step_time", "tlt/rollout/seconds", "system_s", "minor_page_faults"):
+    for name in ("step_time", "tlt/rollout/time_s", "system_s", "minor_page_faults"):
         summary[f"{name.removeprefix('tlt/')}_with"] = total(name) / len(pairs)
         summary[f"{name.removeprefix('tlt/')}_without"] = total(name, with_training=False) / len(pairs)
     return {name: round(value, 4) for name, value in summary.items()}

@@ -19,9 +19,9 @@ from tlt_trl.strategy import Strategy, make_selector
 
 
 def arms(count: int) -> list[Strategy]:
-    """Off, and `count - 1` strategies of several drafters with 1 to 16 draft tokens."""
-    drafters = [("eagle3", "greedy"), ("eagle3", "probabilistic"), ("ngram", "greedy"), ("ngram", "probabilistic")]
-    all_arms = [Strategy(method, k, sampling) for method, sampling in drafters for k in range(1, 17)]
+    """Off, and `count - 1` strategies of several drafters with 1 to 21 draft tokens."""
+    drafters = [("eagle3", "greedy"), ("eagle3", "probabilistic"), ("ngram", "greedy")]
+    all_arms = [Strategy(method, k, sampling) for method, sampling in drafters for k in range(1, 22)]
     return [Strategy.off(), *all_arms[: count - 1]]
 
 

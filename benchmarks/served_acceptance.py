@@ -13,7 +13,7 @@ from pathlib import Path
 from transformers import AutoTokenizer
 from vllm import LLM, SamplingParams
 
-from tlt_trl.tools.cli import read_prompts
+from tlt_trl.tools.prompts import read_prompts
 
 
 def main() -> None:

@@ -83,7 +83,7 @@ class MetricsFile(TrainerCallback):
         "tlt/acceptance_length": "accepted",
         "tlt/rollout/tokens_per_s": "tok/s",
         "tlt/speculation_share": "spec",
-        "tlt/drafter/seconds": "drafter_s",
+        "tlt/drafter/time_s": "drafter_s",
         "step_time": "step_s",
     }
 
@@ -216,7 +216,7 @@ def main() -> None:
     trainer.save_model(str(output_dir / "policy"))
     if state.is_main_process:
         summary = summarise(metrics, config, demo, output_dir, train_dataset)
-        summary["seconds"] = round(time.perf_counter() - started, 1)
+        summary["total_s"] = round(time.perf_counter() - started, 1)
         (output_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         print(metrics.table())
         print(json.dumps(summary), flush=True)
@@ -224,7 +224,7 @@ def main() -> None:
 
 def summarise(metrics: MetricsFile, config: TLTGRPOConfig, demo: DemoArguments, output_dir: Path, dataset) -> dict:
     rows = metrics.rows
-    step_seconds = sum(row["step_time"] for row in rows)
+    step_s = sum(row["step_time"] for row in rows)
     summary = {
         "steps": len(rows),
         "reward_first": metrics.eval_rewards[0],
@@ -234,11 +234,11 @@ def summarise(metrics: MetricsFile, config: TLTGRPOConfig, demo: DemoArguments, 
         "accept_length_last": rows[-1]["tlt/acceptance_length"],
         "accepted_by_position_last": [
             rows[-1][f"tlt/acceptance/position_{position}"]
-            for position in range(config.max_draft_tokens)
+            for position in range(1, config.max_drafter_tokens + 1)
             if f"tlt/acceptance/position_{position}" in rows[-1]
         ],
-        "drafter_seconds_share": sum(row["tlt/drafter/seconds"] for row in rows) / step_seconds,
-        "sync_seconds_share": sum(row["tlt/sync_seconds"] for row in rows) / step_seconds,
+        "drafter_time_share": sum(row["tlt/drafter/time_s"] for row in rows) / step_s,
+        "sync_time_share": sum(row["tlt/sync/time_s"] for row in rows) / step_s,
     }
     if "tlt/idle_used_fraction" in rows[-1]:
         summary |= summarise_idle_time(rows)

@@ -13,7 +13,7 @@ import sys
 import textwrap
 from pathlib import Path
 from types import UnionType
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 
 from trl import GRPOConfig
 
@@ -57,11 +57,13 @@ def describe(name: str, annotation: Any, default: Any, text: str) -> Description
 def descriptions() -> dict[str, list[Description]]:
     """What `TLTGRPOConfig` adds, by the prefix of the fields' names, in the order of the class."""
     theirs = {field.name for field in dataclasses.fields(GRPOConfig)}
+    # Not `field.type`, which `HfArgumentParser` writes over.
+    types = get_type_hints(TLTGRPOConfig)
     groups = {prefix: [] for prefix in GROUPS}
     for field in dataclasses.fields(TLTGRPOConfig):
         if field.name not in theirs:
             prefix = field.name.split("_")[0] + "_"
-            groups[prefix].append(describe(field.name, field.type, field.default, field.metadata["help"]))
+            groups[prefix].append(describe(field.name, types[field.name], field.default, field.metadata["help"]))
     return groups
 
 

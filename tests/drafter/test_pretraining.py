@@ -49,7 +49,7 @@ def test_the_time_limit_counts_from_the_beginning_too(policy):
     warmup.add(sequences(4, seed=0))
     warmup.train(epochs=1)
     steps = warmup.trainer.steps
-    warmup.train(epochs=1000, max_seconds=warmup.trained_s)
+    warmup.train(epochs=1000, max_s=warmup.trained_s)
     assert warmup.trainer.steps == steps > 0
 
 
@@ -70,7 +70,7 @@ def test_the_learning_rate_falls_to_zero_by_the_nearer_limit(policy, monkeypatch
     monkeypatch.setattr("tlt_trl.drafter.pretraining.time.perf_counter", lambda: clock.now)
     # 8 answers of 20 tokens: ten steps, of a second each.
     warmup.train(epochs=0.2)
-    warmup.train(epochs=1, max_seconds=float("inf") if limit == "tokens" else 6.0, decay=True)
+    warmup.train(epochs=1, max_s=float("inf") if limit == "tokens" else 6.0, decay=True)
     expected = [1.0, 1.0] + ([1 - i / 8 for i in range(8)] if limit == "tokens" else [1 - i / 4 for i in range(4)])
     assert rates == pytest.approx(expected)
 

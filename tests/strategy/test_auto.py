@@ -99,4 +99,4 @@ def test_explain_orders_by_value():
     play(selector, 500, lambda s: 1.0 + 0.1 * s.num_draft_tokens)
     rows = selector.explain(4)
     assert [row["value_tokens_per_s"] for row in rows] == sorted((r["value_tokens_per_s"] for r in rows), reverse=True)
-    assert {"strategy", "predicted_tokens", "predicted_seconds", "correction"} <= set(rows[0])
+    assert {"strategy", "predicted_tokens", "predicted_s", "correction"} <= set(rows[0])

@@ -15,7 +15,14 @@ def feed(mab, strategy, batch_size, tokens_per_request, seconds, times):
 
 
 def values(mab, bucket):
-    return mab._values[bucket]
+    """What each arm is worth in a bucket; 0.0 while unseen."""
+    rows = mab.summary()[bucket * len(mab.strategies) : (bucket + 1) * len(mab.strategies)]
+    return [row["predicted_tokens_per_s"] or 0.0 for row in rows]
+
+
+def cells(mab, bucket):
+    """What is known of each arm in a bucket, by strategy."""
+    return dict(zip(map(str, mab.strategies), mab.state_dict()["cells"][bucket], strict=True))
 
 
 def test_value_is_mean_tokens_times_median_rate():
@@ -95,11 +102,11 @@ def test_exploration_decays_and_reopens():
     early = explored(mab, 500)
     late = explored(mab, 500)
     assert early > 1.5 * late > 0
-    tried = {row["strategy"]: cell.trials for row, cell in zip(mab.summary(), mab._cells[0], strict=True)}
+    tried = {name: cell["trials"] for name, cell in cells(mab, 0).items()}
     assert tried["eagle3 x3"] > 2 * tried["off"] > 0  # the arm at half the rate is explored far less
 
     feed(mab, K1, 4, 1.0, 0.02, 40)  # its tokens halve: drift
-    assert all(cell.trials == 0.0 for cell in mab._cells[0])
+    assert all(cell["trials"] == 0.0 for cell in cells(mab, 0).values())
     assert values(mab, 0)[1] == pytest.approx(200.0, rel=0.01)
 
 
@@ -107,4 +114,5 @@ def test_spikes_are_not_drift():
     mab = BEGMAB(ARMS, [4], warmup_steps=0, min_samples=1)
     for i in range(400):
         mab.update(K1, 4, 8, 0.1 if i % 50 == 49 else 0.01)
-    assert len(mab._cells[0][1]) == 64  # the window was never cleared
+    window = cells(mab, 0)["eagle3 x1"]
+    assert len(window["tokens_per_request"]) == len(window["requests_per_s"]) == 64  # never cleared

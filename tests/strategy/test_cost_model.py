@@ -118,7 +118,7 @@ def test_selector_plays_and_explains_the_best_prediction():
     assert selector.select(4) == Strategy.parse(rows[0]["strategy"])
     assert [r["predicted_tokens_per_s"] for r in rows] == sorted(r["predicted_tokens_per_s"] for r in rows)[::-1]
     for row in rows:
-        assert row["predicted_tokens_per_s"] == pytest.approx(row["predicted_tokens"] / row["predicted_seconds"])
+        assert row["predicted_tokens_per_s"] == pytest.approx(row["predicted_tokens"] / row["predicted_s"])
 
 
 def test_selector_probes_once_per_rollout_while_off_wins():

@@ -70,7 +70,8 @@ def test_strategies_of_a_tiny_policy(tiny_policy_dir, tmp_path):
         "max_completion_length": 16,
     }
     (tmp_path / "cases.json").write_text(json.dumps([case]))
-    arguments = ["--cases", str(tmp_path / "cases.json"), "--draft_tokens", "1", "2", "--rounds", "1"]
+    arguments = ["--cases", str(tmp_path / "cases.json"), "--rounds", "1"]
+    arguments += ["--strategies", "eagle3 x1", "eagle3 x2", "ngram x4"]
     raw = tmp_path / "raw.json"
     arguments += ["--warmup_rounds", "1", "--max_num_seqs", "2", "--json", "--output", str(raw)]
     # Two engines, whose memory goes with their process.

@@ -15,14 +15,14 @@ from tlt_trl.tools.replay import replay_table
 pytestmark = pytest.mark.processes
 
 
-def test_step_seconds_is_the_measured_table():
+def test_step_time_is_the_measured_table():
     for i, batch in enumerate((1, 2, 4, 8)):
         for j, k in enumerate((0, 3, 5)):
             tokens = batch * simulator.expected_tokens(0.87, k)
-            assert 1e3 * simulator.step_seconds(batch, k) / tokens == pytest.approx(simulator.MS_PER_TOKEN[i, j])
+            assert 1e3 * simulator.step_s(batch, k) / tokens == pytest.approx(simulator.MS_PER_TOKEN[i, j])
     # halfway between entries, and beyond the last one: 8 more requests at (17.68 - 13.24) / 4 ms per verified token
-    assert simulator.step_seconds(3, 0) == pytest.approx((2 * 6.43 + 4 * 3.31) / 2 * 1e-3)
-    assert simulator.step_seconds(16, 0) == pytest.approx((8 * 2.21 + 8 * (8 * 2.21 - 4 * 3.31) / 4) * 1e-3)
+    assert simulator.step_s(3, 0) == pytest.approx((2 * 6.43 + 4 * 3.31) / 2 * 1e-3)
+    assert simulator.step_s(16, 0) == pytest.approx((8 * 2.21 + 8 * (8 * 2.21 - 4 * 3.31) / 4) * 1e-3)
 
 
 def test_every_player_meets_the_same_world():

@@ -10,6 +10,7 @@ from tests.conftest import environment_of_its_own
 from transformers import AutoConfig
 
 from tlt_trl import Drafter
+from tlt_trl.drafter import DrafterTrainingArguments
 from tlt_trl.tools.warmup import warm_up
 from tlt_trl.vllm_internals.contract import UnsupportedEngineError
 
@@ -55,7 +56,7 @@ def test_one_round_is_enough_and_has_no_drafter(tiny_policy_dir, tmp_path):
 def test_what_cannot_work_is_refused_before_anything_is_loaded(tiny_policy_dir, tmp_path):
     for option, message in (({"temperature": 0.0}, "temperature=0.0"), ({"unroll_steps": 0}, "unroll_steps=0")):
         with pytest.raises(ValueError, match=message):
-            warm_up(tiny_policy_dir, [[5, 6]], tmp_path, **option)
+            DrafterTrainingArguments(**option)
     with pytest.raises(ValueError, match="No prompt fits: at most 12 tokens"):
         warm_up(tiny_policy_dir, [[5] * 13], tmp_path, max_completion_length=500)
     AutoConfig.for_model("gpt_neo", architectures=["GPTNeoForCausalLM"]).save_pretrained(tmp_path / "policy")

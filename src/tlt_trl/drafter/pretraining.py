@@ -143,15 +143,15 @@ class DrafterWarmup:
             self.buffer.max_tokens += sample.num_tokens
             self.buffer.add(sample)
 
-    def train(self, epochs: float, max_seconds: float = float("inf"), decay: bool = False) -> None:
+    def train(self, epochs: float, max_s: float = float("inf"), decay: bool = False) -> None:
         """
         Trains until the drafter has seen what was added `epochs` times on average, counted from the beginning.
 
         Args:
             epochs (`float`):
                 Passes over the answers.
-            max_seconds (`float`, *optional*, defaults to no limit):
-                Training time at most, also counted from the beginning.
+            max_s (`float`, *optional*, defaults to no limit):
+                Training time at most, in seconds, also counted from the beginning.
             decay (`bool`, *optional*, defaults to `False`):
                 Whether the learning rate falls linearly to zero over this call, which must then be the last one.
         """
@@ -165,10 +165,10 @@ class DrafterWarmup:
             unit="tok",
             unit_scale=True,
         ) as bar:
-            while trainer.tokens_trained < num_tokens and self.trained_s < max_seconds:
+            while trainer.tokens_trained < num_tokens and self.trained_s < max_s:
                 if decay:
                     done = (trainer.tokens_trained - first_token) / (num_tokens - first_token)
-                    done = max(done, (self.trained_s - first_s) / (max_seconds - first_s))
+                    done = max(done, (self.trained_s - first_s) / (max_s - first_s))
                     trainer.learning_rate = peak * (1.0 - done)
                 result = trainer.step()
                 if result.outcome is StepOutcome.STARVED:

@@ -33,7 +33,7 @@ class AcceptanceModel:
         self.trials = [0.0] * num_positions
 
     def update(self, batch_size: int, accepted_by_position: Sequence[float]) -> None:
-        """`accepted_by_position[i]` requests of `batch_size` accepted draft token `i`."""
+        """Of `batch_size` requests, `accepted_by_position[i - 1]` accepted draft token `i`, counted from 1."""
         self.forget(max(0.0, 1.0 - batch_size / self.memory))
         reached = batch_size
         for i, accepted in enumerate(accepted_by_position):

@@ -67,7 +67,7 @@ class CostModel:
             {
                 "strategy": str(strategy),
                 "predicted_tokens": float(tokens[arm]),
-                "predicted_seconds": float(seconds[arm]),
+                "predicted_s": float(seconds[arm]),
                 "predicted_tokens_per_s": float(tokens[arm] / seconds[arm]),
             }
             for arm, strategy in enumerate(self.strategies)

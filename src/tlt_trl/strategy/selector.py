@@ -119,7 +119,7 @@ class Selector:
             context_tokens (`int`, *optional*, defaults to `0`):
                 Tokens in the key-value cache of these requests, summed.
             accepted_by_position (`Sequence[int]`, *optional*):
-                Number of requests whose draft token `i` was accepted, of shape (num_draft_tokens,).
+                Number of requests whose first, second, ... draft token was accepted, of shape (num_draft_tokens,).
         """
         if strategy not in self._arm_of:
             raise ValueError(f"strategy={strategy} is not among {[str(s) for s in self.strategies]}.")

@@ -66,7 +66,7 @@ class StepTimeModel:
         self.steps = 0
         self.rows: dict[tuple[int, int], SlidingMedian] = {}
         shape = (max_batch_size + 1, len(strategies))
-        self.row_seconds = np.zeros(shape)  # 0.0 where nothing was seen
+        self.row_s = np.zeros(shape)  # 0.0 where nothing was seen
         self.row_context = np.zeros(shape)
         self.row_count = np.zeros(shape)
         self._set_coefficients(self.prior * 1e-2)  # a step of 10 ms until something is measured
@@ -74,13 +74,13 @@ class StepTimeModel:
     def _set_coefficients(self, coefficients: np.ndarray) -> None:
         self.coefficients = coefficients  # shape (5 + drafters,)
         # shape (arms,)
-        self._draft_seconds = self.speculating * coefficients[4] + self.draft_columns @ coefficients[5:]
+        self._draft_s = self.speculating * coefficients[4] + self.draft_columns @ coefficients[5:]
 
     def predict(self, batch_size: int, context_tokens: float) -> np.ndarray:
         """Seconds per step of all arms on the machine as it is now, of shape (arms,)."""
         base, per_request, per_verified, per_context = self.coefficients[:4].tolist()
         same = base + per_request * batch_size + per_context * context_tokens
-        seconds = same + per_verified * batch_size * (self.draft_tokens + 1.0) + self._draft_seconds
+        seconds = same + per_verified * batch_size * (self.draft_tokens + 1.0) + self._draft_s
         return seconds * exp(self.log_drift)
 
     def update(self, batch_size: int, arm: int, seconds: float, context_tokens: float) -> bool:
@@ -93,7 +93,7 @@ class StepTimeModel:
             self.log_drift += self.DRIFT * min(max(change, -0.3), 0.3)
         row.append(seconds)
         self.row_count[key] = len(row)
-        self.row_seconds[key] = row.median()
+        self.row_s[key] = row.median()
         self.row_context[key] += (context_tokens - self.row_context[key]) / len(row)
         self.steps += 1
         if self.steps % self.refit_steps and self.steps > self.refit_steps:
@@ -104,7 +104,7 @@ class StepTimeModel:
     def fit(self) -> None:
         """Weighted ridge regression of all rows, with three rounds of Huber weights."""
         batches, arms = np.nonzero(self.row_count)
-        seconds, x = self.row_seconds[batches, arms], self._row_features(batches, arms)
+        seconds, x = self.row_s[batches, arms], self._row_features(batches, arms)
         prior = self.prior * np.median(seconds / (x @ self.prior))
         # In units of the prior and of the row: the target of every row is 1, and so is the prior of every coefficient.
         x = x * prior / seconds[:, None]
@@ -127,7 +127,7 @@ class StepTimeModel:
         """Batch size, arm, steps and log(measured / predicted seconds) of every row, each of shape (rows,)."""
         batches, arms = np.nonzero(self.row_count)
         predicted = self._row_features(batches, arms) @ self.coefficients
-        return batches, arms, self.row_count[batches, arms], np.log(self.row_seconds[batches, arms] / predicted)
+        return batches, arms, self.row_count[batches, arms], np.log(self.row_s[batches, arms] / predicted)
 
     def state_dict(self) -> dict:
         return {
@@ -142,11 +142,11 @@ class StepTimeModel:
 
     def load_state_dict(self, state: dict) -> None:
         self.rows = {}
-        for table in (self.row_seconds, self.row_context, self.row_count):
+        for table in (self.row_s, self.row_context, self.row_count):
             table[:] = 0.0
         for batch, arm, values, context in state["rows"]:
             row = self.rows[batch, arm] = SlidingMedian(self.row_window, values)
-            self.row_seconds[batch, arm], self.row_count[batch, arm] = row.median(), len(row)
+            self.row_s[batch, arm], self.row_count[batch, arm] = row.median(), len(row)
             self.row_context[batch, arm] = context
         self._set_coefficients(np.array(state["coefficients"]))
         self.log_drift, self.steps = state["log_drift"], state["steps"]

@@ -16,7 +16,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..drafter import Drafter
 from ..generation.canary import run_canary
+from ..generation.engine import RolloutEngine
 from ..generation.sampling_parameters import HONOURED_PARAMETERS, REFUSED_PARAMETERS, REFUSED_WITH_ADAPTIVE_LENGTHS
+from ..generation.standalone import build_llm
+from ..vllm_internals.contract import no_auxiliary_states_message, supports_eagle3
 
 
 MAX_NUM_SEQS = 64
@@ -80,8 +83,6 @@ def check_device() -> Iterator[Finding]:
 
 def check_model(model: str) -> Iterator[Finding]:
     """Whether vLLM can draft for this policy at all."""
-    from ..vllm_internals.contract import no_auxiliary_states_message, supports_eagle3
-
     architectures = AutoConfig.from_pretrained(model).architectures or []
     name = ", ".join(architectures)
     if supports_eagle3(architectures):
@@ -107,9 +108,6 @@ def prepare_drafter(model: str, drafter: str | None, directory: str) -> tuple[st
 
 def check_engine(model: str, drafter: str, **engine_kwargs) -> Iterator[Finding]:
     """The canary, in an engine built as the trainer builds it, and what the KV cache has room for."""
-    from ..generation.engine import RolloutEngine
-    from ..generation.standalone import build_llm
-
     llm = build_llm(
         model,
         max_num_seqs=MAX_NUM_SEQS,

@@ -5,7 +5,7 @@ Replays a recorded run: a JSONL with one engine step per line,
 
 The batch sizes come in the order recorded, each for the tokens it emitted then. What a strategy does at a batch size
 is drawn, with a fixed seed, from the steps recorded for it at that size, or else in its bucket. Every strategy must
-have been recorded in every bucket: let them take turns while recording.
+have been recorded in every bucket: let them alternate while recording.
 """
 
 from __future__ import annotations

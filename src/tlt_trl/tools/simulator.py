@@ -27,7 +27,7 @@ from ..strategy.strategy import Strategy, bucket_edges, bucket_index
 from .replay import replay_table
 
 
-# Measured milliseconds per token of a co-located engine (SmolLM2, 2 threads, speculating and plain taking turns), for
+# Measured milliseconds per token of a co-located engine (SmolLM2, 2 threads, speculating and plain alternating), for
 # batch sizes 1, 2, 4, 8. Off is the plain engine. At acceptance 0.87 per position a step of k draft tokens emits
 # expected_tokens(0.87, k) per request, which turns milliseconds per token into seconds per step.
 BATCHES = np.array([1.0, 2.0, 4.0, 8.0])
@@ -48,7 +48,7 @@ STEP_S = 1e-3 * MS_PER_TOKEN * BATCHES[:, None] * [expected_tokens(0.87, int(k))
 
 
 @cache
-def step_seconds(batch_size: int, num_draft_tokens: int) -> float:
+def step_s(batch_size: int, num_draft_tokens: int) -> float:
     """
     Seconds of one step: the measured table, linear between its entries. Beyond batch 8 every further verified token
     costs what it cost plain decoding from batch 4 to 8: large batches are bound by arithmetic, and continuing each
@@ -78,7 +78,7 @@ class Scenario:
             Probability that a draft token is accepted, from the share of all rollouts done and the share of the
             tokens of this rollout done.
         batch_sizes (`Sequence[int]`):
-            Requests at the start of a rollout; rollouts take turns.
+            Requests at the start of a rollout; rollouts cycle through them.
         num_rollouts (`int`):
             Rollouts played.
         noise (`float`):
@@ -158,16 +158,16 @@ class World:
         waves = np.sin(x * np.array([1.0, 4.0, self.scenario.num_rollouts]) + self.drift_phases)
         return float(np.exp(self.scenario.drift * waves.mean() * 1.5))
 
-    def mean_seconds(self, batch_size: int, k: int, context_tokens: int) -> float:
+    def mean_step_s(self, batch_size: int, k: int, context_tokens: int) -> float:
         factor = self.shape_factor[bucket_index(self.edges, batch_size), k]
-        return step_seconds(batch_size, k) * float(factor) + self.scenario.context_s * context_tokens
+        return step_s(batch_size, k) * float(factor) + self.scenario.context_s * context_tokens
 
     def best(self, arms: Sequence[Strategy], batch_size: int, context_tokens: int, acceptance: float) -> Strategy:
         """The strategy with most expected tokens/s in this very step: what the oracle plays."""
 
         def tokens_per_s(strategy: Strategy) -> float:
             k = strategy.num_draft_tokens
-            return expected_tokens(acceptance, k) / self.mean_seconds(batch_size, k, context_tokens)
+            return expected_tokens(acceptance, k) / self.mean_step_s(batch_size, k, context_tokens)
 
         return max(arms, key=tokens_per_s)
 
@@ -192,7 +192,7 @@ def play(world: World, selector: Selector | None, strategies: Sequence[Strategy]
 
             # What the selector sees has noise and spikes; what is scored is its expectation, so that the luck of a
             # few spikes does not decide the table.
-            expected_s = world.mean_seconds(batch, k, context) * world.machine(outcome.tokens)
+            expected_s = world.mean_step_s(batch, k, context) * world.machine(outcome.tokens)
             shape, extra_s = (bucket_index(world.edges, batch), k), 0.0
             if shape not in compiled:
                 compiled.add(shape)

@@ -7,7 +7,9 @@ to the engine, where the selector decides whether it pays already. The remaining
 there.
 """
 
+import argparse
 import gc
+import json
 import logging
 import math
 import tempfile
@@ -19,9 +21,10 @@ from typing import TYPE_CHECKING
 
 import torch
 from tqdm.auto import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from ..drafter.checkpoint import run_facts
+from ..drafter.drafter_trainer import DrafterTrainingArguments
 from ..drafter.hub import write_model_card
 from ..drafter.modeling_drafter import Drafter
 from ..drafter.pretraining import PRETRAINING_ARGUMENTS, DrafterWarmup, draft_token_ids_for
@@ -30,6 +33,7 @@ from ..generation.rollout_loop import RolloutLoop
 from ..generation.standalone import build_llm, completion_ids
 from ..strategy import Strategy, make_selector
 from ..vllm_internals.contract import UnsupportedEngineError, no_auxiliary_states_message, supports_eagle3
+from .prompts import read_dataset_prompts, read_prompts
 
 
 if TYPE_CHECKING:
@@ -38,8 +42,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-NGRAM_DRAFT_TOKENS = 4
-DRAFT_TOKEN_CHOICES = (1, 2, 3, 5)
+NGRAM_DRAFT_LENGTH = 4
+DRAFT_LENGTHS = (1, 2, 3, 5)
 
 # Sampling ends within that share of the tokens asked for: what is missing then would be a few answers running alone.
 SLACK = 0.05
@@ -56,12 +60,8 @@ def warm_up(
     draft_vocab_size: int | None = None,
     always_drafted: Sequence[int] = (),
     epochs: float = 6.0,
-    max_seconds: float = float("inf"),
-    learning_rate: float = PRETRAINING_ARGUMENTS.learning_rate,
-    unroll_steps: int = PRETRAINING_ARGUMENTS.unroll_steps,
-    max_tokens_per_step: int = PRETRAINING_ARGUMENTS.max_tokens_per_step,
-    temperature: float = 1.0,
-    seed: int = 0,
+    max_s: float = float("inf"),
+    args: DrafterTrainingArguments = PRETRAINING_ARGUMENTS,
 ) -> dict[str, float]:
     """
     Samples answers, trains a drafter on them and saves it.
@@ -85,77 +85,115 @@ def warm_up(
             Token ids that a reduced vocabulary must hold, for example the end of the sequence.
         epochs (`float`, *optional*, defaults to `6.0`):
             Passes over the answers.
-        max_seconds (`float`, *optional*, defaults to no limit):
-            Training time at most.
-        learning_rate, unroll_steps, max_tokens_per_step, temperature, seed:
-            As in [`~tlt_trl.drafter.DrafterTrainingArguments`].
+        max_s (`float`, *optional*, defaults to no limit):
+            Training time at most, in seconds.
+        args ([`~tlt_trl.drafter.DrafterTrainingArguments`], *optional*):
+            How to train. Answers are sampled at its temperature and with its seed too.
 
     Returns:
         `dict[str, float]`: Metrics of the drafter on the answers held out, `sampled_tokens_per_s`, and
         `sampling_drafter_share`, the share of the engine's steps that the drafter drafted in.
 
     Raises:
-        [`~tlt_trl.generation.engine.UnsupportedEngineError`]: If vLLM cannot draft for a policy of this type.
+        [`~tlt_trl.vllm_internals.contract.UnsupportedEngineError`]: If vLLM cannot draft for a policy of this type.
     """
-    if not temperature > 0:
-        raise ValueError(f"temperature={temperature} must be greater than 0: the drafter learns a distribution.")
-    if unroll_steps < 1:
-        raise ValueError(f"unroll_steps={unroll_steps} must be at least 1.")
-    config = AutoConfig.from_pretrained(model)
-    if not supports_eagle3(config.architectures or []):
-        raise UnsupportedEngineError(no_auxiliary_states_message(config.architectures or []))
-    prompts = _prompts_that_fit(prompts, config.get_text_config().max_position_embeddings - max_completion_length)
+    prompts = _prompts_that_fit(prompts, _check_policy(model) - max_completion_length)
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
     policy.to("cuda" if torch.cuda.is_available() else "cpu").eval()
-    # Gives the engine's drafter its shape; which tokens it drafts is known after the first round.
-    shape = None if draft_vocab_size is None else torch.arange(draft_vocab_size)
-    with tempfile.TemporaryDirectory(prefix="tlt-trl-drafter-") as folder:
-        Drafter.from_policy(policy, shape).save_pretrained(folder)
-        llm = build_llm(
-            model,
-            drafter=folder,
-            max_draft_tokens=max(*DRAFT_TOKEN_CHOICES, NGRAM_DRAFT_TOKENS),
-            max_num_seqs=max_num_seqs,
-            max_model_len=max(map(len, prompts)) + max_completion_length,
-            seed=seed,
-        )
+    max_model_len = max(map(len, prompts)) + max_completion_length
     sampler = AnswerSampler(
-        llm,
+        _build_engine(model, policy, draft_vocab_size, max_num_seqs, max_model_len, args.seed),
         prompts,
         num_tokens,
-        unroll_steps=unroll_steps,
-        seed=seed,
-        temperature=temperature,
+        unroll_steps=args.unroll_steps,
+        seed=args.seed,
+        temperature=args.temperature,
         max_tokens=max_completion_length,
     )
-    del llm
     sequences = sampler.sample_round()
     ids = draft_token_ids_for(sequences, policy.config.vocab_size, draft_vocab_size, always_drafted)
     drafter = Drafter.from_policy(policy, ids).to(policy.device)
-    arguments = replace(
-        PRETRAINING_ARGUMENTS,
-        learning_rate=learning_rate,
-        unroll_steps=unroll_steps,
-        max_tokens_per_step=max_tokens_per_step,
-        temperature=temperature,
-        seed=seed,
-    )
-    warmup = DrafterWarmup(policy, drafter, args=arguments)
+    warmup = DrafterWarmup(policy, drafter, args=args)
     warmup.add(sequences)
     while not sampler.is_done:
-        warmup.train(min(1.0, epochs), max_seconds)
+        warmup.train(min(1.0, epochs), max_s)
         sampler.use(drafter)
         warmup.add(sampler.sample_round())
     figures = sampler.close()
     del sampler
     gc.collect()  # the engine's memory is the drafter's from here on
     # On answers held out the decay was worth 0.1 of acceptance length, in one comparison on the same answers.
-    warmup.train(epochs, max_seconds, decay=True)
+    warmup.train(epochs, max_s, decay=True)
     metrics = warmup.evaluate()
+    _save(drafter, output_dir, policy, metrics, args.unroll_steps)
+    return metrics | figures
+
+
+def run(args: argparse.Namespace) -> int:
+    """`tlt-trl warmup`."""
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    if args.prompts is not None:
+        prompts = read_prompts(args.prompts, tokenizer)
+    else:
+        prompts = read_dataset_prompts(args.dataset, args.dataset_split, args.prompt_column, tokenizer)
+    metrics = warm_up(
+        args.model,
+        prompts,
+        args.output,
+        num_tokens=args.tokens,
+        max_completion_length=args.max_completion_length,
+        max_num_seqs=args.max_num_seqs,
+        draft_vocab_size=args.draft_vocab_size,
+        always_drafted=[tokenizer.eos_token_id],
+        epochs=args.epochs,
+        max_s=args.max_s,
+        args=replace(
+            PRETRAINING_ARGUMENTS,
+            learning_rate=args.learning_rate,
+            unroll_steps=args.unroll_steps,
+            max_tokens_per_step=args.max_tokens_per_step,
+            temperature=args.temperature,
+            seed=args.seed,
+        ),
+    )
+    print(json.dumps({"output": str(args.output), **{name: round(value, 4) for name, value in metrics.items()}}))
+    return 0
+
+
+def _check_policy(model: str) -> int:
+    """Tokens that fit into the policy's context, of a policy that vLLM can draft for."""
+    config = AutoConfig.from_pretrained(model)
+    architectures = config.architectures or []
+    if not supports_eagle3(architectures):
+        raise UnsupportedEngineError(no_auxiliary_states_message(architectures))
+    return config.get_text_config().max_position_embeddings
+
+
+def _build_engine(
+    model: str, policy: PreTrainedModel, draft_vocab_size: int | None, max_num_seqs: int, max_model_len: int, seed: int
+) -> "LLM":
+    """An engine whose drafter has its shape already; which tokens it drafts is known after the first round."""
+    draft_token_ids = None if draft_vocab_size is None else torch.arange(draft_vocab_size)
+    with tempfile.TemporaryDirectory(prefix="tlt-trl-drafter-") as folder:
+        Drafter.from_policy(policy, draft_token_ids).save_pretrained(folder)
+        return build_llm(
+            model,
+            drafter=folder,
+            max_draft_tokens=max(*DRAFT_LENGTHS, NGRAM_DRAFT_LENGTH),
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            seed=seed,
+        )
+
+
+def _save(
+    drafter: Drafter, output_dir: Path, policy: PreTrainedModel, metrics: dict[str, float], unroll_steps: int
+) -> None:
+    """Saves the drafter with its provenance and a model card."""
     # Some are missing when no answer held out is long enough.
     positions = [f"acceptance_{step}" for step in range(1, unroll_steps + 1)]
     provenance = run_facts() | {
-        "policy": model,
+        "policy": policy.name_or_path,
         "policy_revision": policy.config._commit_hash,
         "tokens_trained": int(metrics["tokens_trained"]),
         "acceptance_length": metrics.get("acceptance_length"),
@@ -164,7 +202,6 @@ def warm_up(
     }
     drafter.save_pretrained(output_dir, provenance=provenance)
     write_model_card(output_dir, str(output_dir), drafter.config, provenance)
-    return metrics | figures
 
 
 def _prompts_that_fit(prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
@@ -209,11 +246,11 @@ class AnswerSampler:
     ):
         self.llm, self.prompts, self.num_tokens, self.sampling = llm, prompts, num_tokens, sampling
         self.num_sampled_answers = self.num_sampled_tokens = 0
-        self.seconds = 0.0
+        self.sampling_s = 0.0
         self._engine = RolloutEngine(llm)
         self._bar = tqdm(total=num_tokens, desc="sampling answers", unit="tok", unit_scale=True)
-        lookups = [Strategy("ngram", NGRAM_DRAFT_TOKENS)] if self._engine.can_look_up else []
-        drafts = [Strategy("eagle3", choice) for choice in DRAFT_TOKEN_CHOICES if choice <= unroll_steps]
+        lookups = [Strategy("ngram", NGRAM_DRAFT_LENGTH)] if self._engine.can_look_up else []
+        drafts = [Strategy("eagle3", length) for length in DRAFT_LENGTHS if length <= unroll_steps]
 
         def loop(strategies: list[Strategy]) -> RolloutLoop:
             selector = make_selector("auto", strategies, self._engine.max_num_seqs, seed=seed)
@@ -243,7 +280,7 @@ class AnswerSampler:
         prompts = [self.prompts[i % len(self.prompts)] for i in range(first, first + num)]
         began = time.perf_counter()
         answers = completion_ids(self.llm, prompts, detokenize=False, **self.sampling)
-        self.seconds += time.perf_counter() - began
+        self.sampling_s += time.perf_counter() - began
         self.num_sampled_answers += num
         self.num_sampled_tokens += sum(map(len, answers))
         self._bar.update(min(self.num_tokens, self.num_sampled_tokens) - self._bar.n)
@@ -273,6 +310,6 @@ class AnswerSampler:
         num_steps = self._loop_without_drafter.stats.steps + self._loop_with_drafter.stats.steps
         drafted = sum(count for name, count in steps.items() if name.startswith("eagle3"))
         return {
-            "sampled_tokens_per_s": self.num_sampled_tokens / self.seconds,
+            "sampled_tokens_per_s": self.num_sampled_tokens / self.sampling_s,
             "sampling_drafter_share": drafted / num_steps,
         }

@@ -6,8 +6,9 @@ import pytest
 from datasets import Dataset
 from transformers import AutoTokenizer
 
-from tlt_trl.tools import cli
-from tlt_trl.tools.cli import main, read_dataset_prompts, read_prompts
+from tlt_trl.tools import prompts as prompts_module
+from tlt_trl.tools.cli import main
+from tlt_trl.tools.prompts import read_dataset_prompts, read_prompts
 
 
 ROWS = [{"prompt": "w5 w6"}, {"prompt": "w7"}]
@@ -38,7 +39,7 @@ def test_file_folder_and_parquet_hold_the_same(tokenizer, jsonl, tmp_path):
 
 def test_a_large_data_set_is_sampled(tokenizer, tmp_path, monkeypatch):
     Dataset.from_list([{"prompt": f"w{5 + i}"} for i in range(50)]).to_parquet(tmp_path / "rows.parquet")
-    monkeypatch.setattr(cli, "MAX_DATASET_PROMPTS", 10)
+    monkeypatch.setattr(prompts_module, "MAX_DATASET_PROMPTS", 10)
     prompts = read_dataset_prompts(str(tmp_path / "rows.parquet"), "train", "prompt", tokenizer)
     assert len({ids[0] for ids in prompts}) == 10 and prompts != sorted(prompts)
 
