@@ -7,8 +7,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 # What vLLM's documentation asks for on CPU, in a CPU install: Intel's OpenMP and, where it is installed, TCMalloc
-# (Debian's libtcmalloc-minimal4). With glibc's allocator every large tensor is memory fresh from the system; system
-# time was 29 to 35 % of the policy's training, mostly page faults (docs/results.md).
+# (Debian's libtcmalloc-minimal4). With glibc's allocator, every large tensor is memory fresh from the system and costs
+# page faults (docs/results.md).
 IOMP := $(wildcard $(VENV)/lib/libiomp5.so)
 TCMALLOC := $(shell PATH="$$PATH:/sbin:/usr/sbin" ldconfig -p 2>/dev/null | awk '/libtcmalloc_minimal.so.4 / {print $$NF; exit}')
 RUN = $(if $(IOMP),LD_PRELOAD=$(if $(TCMALLOC),$(TCMALLOC):)$(abspath $(IOMP)) )TOKENIZERS_PARALLELISM=false $(BIN)/python

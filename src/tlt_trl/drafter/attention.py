@@ -1,8 +1,8 @@
 """
 Attention of the unrolled drafter (training-time test of EAGLE-3, arXiv 2503.01840).
 
-In draft step j the query of row t sees the step-0 keys of its document up to t, and of row t alone the keys of steps
-1 … j: exactly the key/value cache that the engine has after j draft tokens.
+In draft step j, the query of row t sees the step-0 keys of its document up to t, and the keys of steps 1 … j of its
+own row only. This is exactly the key/value cache of the engine after j draft tokens.
 
 ```text
 step 1, document of 4 tokens      step-0 keys   step-1 keys
@@ -11,9 +11,9 @@ step 1, document of 4 tokens      step-0 keys   step-1 keys
                           row 2   x x x .       . . x .
 ```
 
-The step-0 part is flash attention per document, the own-row part a product of vectors, merged through their
-log-sum-exp. No (N, N) mask or score matrix is made. Ring attention's backward trick makes it exact: given the *merged*
-output and log-sum-exp, the backward of each part is that of the whole softmax.
+The step-0 part is flash attention per document, the own-row part is a dot product. They are merged through their
+log-sum-exp, so no (N, N) mask or score matrix exists. The backward pass is exact, by the trick of ring attention:
+given the *merged* output and log-sum-exp, the gradients of each part are those of the whole softmax.
 """
 
 from dataclasses import dataclass
@@ -24,13 +24,13 @@ from torch import Tensor
 from .packing import PackedBatch
 
 
-# Queries handled at once where no flash kernel is used; bounds the score matrix to this times the document's length.
+# Queries per chunk where no flash kernel is used. The score matrix is at most this times the document's length.
 QUERY_CHUNK = 1024
 
 
 @dataclass
 class Block:
-    """Queries `queries` (of the rows of this step) see keys `keys` (of all tokens), causally or all of them."""
+    """`queries` (rows of this step) attend to `keys` (of all tokens), with a causal mask or without any mask."""
 
     queries: slice
     keys: slice
@@ -73,8 +73,8 @@ def unrolled_attention(
     """
     dtype, tensors = query.dtype, (query, key, value, own_keys, own_values)
     if query.device.type == "cpu":
-        # The CPU's flash backward in bf16 is 3 to 6 times slower than in fp32 for documents of 100 and 40 tokens, and
-        # no faster below 600.
+        # On CPU, the backward pass of flash attention is slower in bf16 than in fp32: 3 times for documents of 100
+        # tokens, 6 times for 40. Below 600 tokens it is never faster.
         tensors = tuple(tensor.float() for tensor in tensors)
     return _UnrolledAttention.apply(*tensors, blocks, scale).to(dtype)
 
@@ -121,7 +121,7 @@ class _UnrolledAttention(torch.autograd.Function):
     def backward(ctx, grad_out):
         query, key, value, own_keys, own_values, out, lse, own_scores = ctx.saved_tensors
         grad_out = grad_out.to(query.dtype)
-        # The part of row t's own keys, written out.
+        # Gradients of the own-row part, written out.
         probs = (own_scores - lse).exp()  # shape: [step, heads, M]
         delta = (grad_out * out).sum(-1, dtype=torch.float32)  # shape: [heads, M]
         grad_scores = probs * ((grad_out * own_values).sum(-1, dtype=torch.float32) - delta) * ctx.scale

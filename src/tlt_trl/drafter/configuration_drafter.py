@@ -13,8 +13,8 @@ def default_aux_layer_ids(num_hidden_layers: int) -> list[int]:
     """
     Policy layers whose inputs feed the drafter, EAGLE-3's {2, L // 2, L - 3} (arXiv 2503.01840).
 
-    Below seven layers these three collide or leave the model, so {1, L // 2, L - 1} is taken instead. Duplicates are
-    dropped because vLLM captures each layer once: `[1]` for two layers, `[1, 2]` for three.
+    With fewer than seven layers these three coincide or lie outside the model, so {1, L // 2, L - 1} is used then.
+    Duplicates are dropped because vLLM captures each layer once: `[1]` for two layers, `[1, 2]` for three.
     """
     if num_hidden_layers >= 7:
         return [2, num_hidden_layers // 2, num_hidden_layers - 3]
@@ -39,7 +39,7 @@ class DrafterConfig(LlamaConfig):
         target_hidden_size (`int`, *optional*):
             Hidden size of the policy. Equal to `hidden_size`: the drafter shares the policy's embedding.
         target_num_hidden_layers (`int`, *optional*):
-            Number of policy layers, kept so that a wrong pairing can be named.
+            Number of policy layers, kept so that a policy that does not fit is recognised.
         eagle_config (`dict`, *optional*):
             The same layer ids for SGLang, which counts layer *outputs* and therefore needs every id minus one.
     """
@@ -64,7 +64,7 @@ class DrafterConfig(LlamaConfig):
             self.num_aux_hidden_states = 3
 
     def to_dict(self) -> dict[str, Any]:
-        """Adds the pre-transformers-5 rope keys: an engine that only reads those would rotate with theta 10000."""
+        """Adds the rope keys of transformers 4: an engine that reads only those would otherwise use theta 10000."""
         config = super().to_dict()
         rope = dict(self.rope_parameters)
         config["rope_theta"] = rope.pop("rope_theta")
@@ -154,5 +154,5 @@ def policy_head_dim(policy_config: PretrainedConfig) -> int:
 
 
 def policy_has_attention_bias(policy_config: PretrainedConfig) -> bool:
-    """Qwen2 always has a bias on q, k and v and no field that says so."""
+    """Qwen2 always has a bias on q, k and v, but no field that says so."""
     return policy_config.model_type == "qwen2" or policy_config.attention_bias

@@ -1,4 +1,4 @@
-"""How good is a drafter: expected acceptance against the policy's whole vocabulary."""
+"""How good a drafter is: expected acceptance over the policy's whole vocabulary."""
 
 from collections.abc import Iterator, Sequence
 
@@ -32,7 +32,7 @@ def evaluate_drafter(
         drafter ([`Drafter`]):
             The drafter.
         samples (`Sequence[FeatureSample]`):
-            Samples that it was not trained on.
+            Samples that the drafter was not trained on.
         embed_tokens, lm_head (`torch.Tensor` of shape (vocab_size, H)):
             The policy's embedding and head.
         num_steps (`int`):
@@ -40,7 +40,7 @@ def evaluate_drafter(
         temperature (`float`):
             Sampling temperature.
         max_tokens (`int`):
-            Tokens packed together at most.
+            Largest number of tokens packed together.
 
     Returns:
         `dict[str, float]`: `loss`; for each draft step i `acceptance_i` (greedy drafter: the policy's probability of
@@ -81,7 +81,7 @@ def _batches(samples: Sequence[FeatureSample], max_tokens: int) -> Iterator[Pack
 def _evaluate_batch(
     drafter: Drafter, batch: PackedBatch, embed_tokens: Tensor, lm_head: Tensor, num_steps: int, temperature: float
 ) -> list[Tensor]:
-    """Per step (rows, 3): loss, greedy and sampled acceptance; last, rows that have all steps: (R, steps, 3)."""
+    """Per step (rows, 3): loss, greedy and sampled acceptance; then, for rows that have all steps, (R, steps, 3)."""
     rows = [batch.rows(step) for step in range(num_steps)]
     results = []
     for step, hidden in enumerate(unroll(drafter, batch, embed_tokens, num_steps)):

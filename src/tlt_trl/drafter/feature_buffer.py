@@ -1,5 +1,5 @@
 """
-Bounded store of hidden states, one step off: while step k's rollout runs, the drafter trains on step k - 1 and before.
+Bounded store of hidden states of earlier steps: while step k's rollout runs, the drafter trains on steps up to k - 1.
 
 Answers that finish early are short, so a buffer that forgot the previous step would starve the drafter of exactly the
 long answers that it must speed up (TLT, arXiv 2511.16665).
@@ -23,7 +23,7 @@ class FeatureSample:
         aux_hidden_states (`torch.Tensor` of shape (T, num_aux * H)):
             Inputs of the auxiliary policy layers, side by side, bf16.
         last_hidden_state (`torch.Tensor` of shape (T, H)):
-            Policy state after the final norm, that is what its `lm_head` reads, bf16.
+            Policy state after the final norm, the input of its `lm_head`, bf16.
         prompt_length (`int`):
             Tokens before the first answer token.
         step (`int`):
@@ -60,7 +60,7 @@ class FeatureBuffer:
     """
     Samples in CPU memory, bounded in tokens.
 
-    Room is made by dropping the oldest step first and, within a step, the shortest answers. Batches take the samples
+    A full buffer drops the oldest step first and, within a step, the shortest answers. Batches take the samples
     that were used least, so that all are seen equally often, and reserve a share for long answers of earlier steps.
 
     Args:
@@ -99,7 +99,7 @@ class FeatureBuffer:
         return [entry.sample for entry in self._entries]
 
     def add(self, sample: FeatureSample) -> bool:
-        """Take a sample in. Returns whether it was kept: not when it is not finite or does not fit at all."""
+        """Adds a sample and returns whether it was kept. It is not kept if it is not finite or does not fit."""
         if not sample.is_finite:
             self.num_rejected += 1
             return False
@@ -134,13 +134,13 @@ class FeatureBuffer:
         """
         Draw samples of at most `max_tokens` tokens together, without repeats.
 
-        A sample longer than `max_tokens` comes alone and must be cut by the caller. Small batches therefore see long
-        answers in windows, one batch each, as often as the others.
+        A sample longer than `max_tokens` is returned alone, and the caller must crop it. Small batches therefore see
+        long answers in windows, one per batch, as often as other answers.
         """
         long_answers = self._long_answers()
         batch = self._draw(long_answers, int(self.long_answer_fraction * max_tokens), generator)
         if not batch and long_answers and torch.rand((), generator=generator) < self.long_answer_fraction:
-            # None fits into its share of a small batch: a share of the batches then, in place of a share of each.
+            # None fits into its share of a small batch. Then a share of the batches starts with one.
             batch = self._least_used(long_answers, generator)[:1]
         taken = {entry.serial for entry in batch}
         used = sum(entry.sample.num_tokens for entry in batch)
@@ -157,8 +157,8 @@ class FeatureBuffer:
 
     def state_dict(self) -> dict[str, Any]:
         """
-        Counters and content. The tensors are the buffer's own: they are never changed in place, so the state can be
-        written later than it is taken.
+        Counters and content. Tensors are not copied: the buffer never changes them in place, so the state can be
+        written to disk later.
         """
         entries = [{**vars(entry.sample), "uses": entry.uses, "serial": entry.serial} for entry in self._entries]
         return {
@@ -169,7 +169,7 @@ class FeatureBuffer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on with a saved state. What does not fit into a buffer that has become smaller is dropped as usual."""
+        """Restores a saved state. If this buffer is smaller than the saved one, samples are dropped as usual."""
         self.current_step = state["current_step"]
         self._is_new_run = False
         self.num_added = state["num_added"]

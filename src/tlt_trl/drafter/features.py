@@ -1,9 +1,8 @@
 """
-Hidden states of the policy, copied out of its own forward passes: no extra pass, no change to the passes.
+Copies hidden states of the policy out of its own forward passes: no extra pass, no change to the passes.
 
-Paper: TLT (arXiv 2511.16665) caches the states of the log-prob pass. Its public code aligned them wrongly (left
-padding kept in the tokens, removed from the states), so rows are cut by the attention mask here, tokens
-and states alike.
+TLT (arXiv 2511.16665) caches the states of the log-prob pass. Its public code misaligns them: it removes left padding
+from the states, but not from the tokens. Here the attention mask removes padding from both.
 """
 
 import time
@@ -35,8 +34,8 @@ class _Recording:
 
 def rows_to_keep(lengths: Sequence[int], prompt_lengths: Sequence[int], max_tokens: int) -> set[int]:
     """
-    Rows worth copying: those with a completion token to predict and, of them, the longest answers that fit into the
-    buffer together. It would drop the others again, and until then they would all be in (pinned) memory.
+    Rows worth copying: of those with a completion token to predict, the longest answers that fit into the buffer
+    together. The buffer would drop the others anyway, and until then they would take up (pinned) memory.
 
     Args:
         lengths (`Sequence[int]`):
@@ -61,8 +60,8 @@ class FeatureRecorder:
     """
     Copies hidden states from a policy's forward passes into a [`FeatureBuffer`].
 
-    The hooks do nothing outside [`recording`][FeatureRecorder.recording] and in the re-runs of gradient checkpointing:
-    those call layers without the decoder around them.
+    The hooks do nothing outside [`recording`][FeatureRecorder.recording], or when gradient checkpointing re-runs
+    layers, because a re-run does not call the decoder around them.
 
     Args:
         policy (`torch.nn.Module`):
@@ -105,7 +104,7 @@ class FeatureRecorder:
             completion_mask_or_prompt_length (`torch.Tensor` or `int`):
                 Mask of the completion part, of shape (num_rows, completion_len), or the padded length of the prompts.
             step (`int`):
-                Training step, the age of the samples.
+                Training step, from which the buffer computes the age of the samples.
         """
         if isinstance(completion_mask_or_prompt_length, int):
             prompt_width = completion_mask_or_prompt_length
@@ -184,7 +183,7 @@ class FeatureRecorder:
             )
 
     def _to_cpu(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """A copy in CPU memory; on CUDA into pinned memory and without waiting for it."""
+        """A copy in CPU memory; from CUDA into pinned memory, without waiting for the transfer."""
         pinned = tensor.device.type == "cuda"
         target = torch.empty(tensor.shape, dtype=dtype, pin_memory=pinned)
         return target.copy_(tensor, non_blocking=pinned)

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from .configuration_drafter import DrafterConfig
 
 
-# Read besides the last layer. The first layer's norm is the one that the policy learned for embeddings.
+# Read in addition to the last layer. The first layer's norm is the one that the policy learned for embeddings.
 FIRST_NORM, FINAL_NORM = NORMS = ("layers.0.input_layernorm.weight", "norm.weight")
 
 
@@ -22,7 +22,7 @@ def inner_language_model(policy: nn.Module) -> PreTrainedModel:
 
 
 def parameters_to_read(policy: nn.Module) -> list[nn.Parameter]:
-    """What [`drafter_from_policy`] reads of the policy, for back ends that keep parameters in pieces."""
+    """Policy parameters that [`drafter_from_policy`] reads. Back ends that shard parameters must gather them first."""
     model = inner_language_model(policy)
     decoder = model.get_decoder()
     last = f"layers.{model.config.num_hidden_layers - 1}."

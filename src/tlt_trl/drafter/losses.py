@@ -1,9 +1,9 @@
 """
 Soft cross-entropy of the drafter against the policy, and how many of its tokens the policy would accept.
 
-The head is most of the work (rows x vocabulary), so the fast twin never keeps logits: it walks over chunks of rows,
-makes the policy's distribution of a position once for all draft steps that predict it, and computes the gradients on
-the way.
+Most of the work is the head (rows x vocabulary), so the fast version never stores all logits. It goes through the
+rows in chunks, computes the policy's distribution at a position once for all draft steps that predict it, and computes
+the gradients in the same pass.
 """
 
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 
-# Rows x vocabulary held at once: 4 MiB in fp32 stay in a CPU's cache, and are large enough for its matrix kernels. An
-# accelerator adds to the whole gradient of the head for every chunk, so chunks are as large as memory allows (some
+# Rows x vocabulary per chunk. 4 MiB in fp32 fit into a CPU's cache and are large enough for its matrix kernels. On an
+# accelerator, every chunk adds to the whole gradient of the head, so chunks are as large as memory allows (a few
 # buffers of 128 MiB; not measured on a GPU).
 CPU_CHUNK_ELEMENTS, CHUNK_ELEMENTS = 1 << 20, 1 << 25
 MIN_CHUNK_ROWS = 64
@@ -60,8 +60,8 @@ def soft_cross_entropy(
             Weight of each row in the loss.
 
     Returns:
-        The weighted sum (a scalar with gradients), and without gradients, each of shape (R,): the cross-entropy of
-        every row and the policy's probability of the drafter's best token.
+        The weighted sum, a scalar with gradients; and two tensors of shape (R,) without gradients: the cross-entropy
+        of every row, and the policy's probability of the drafter's most likely token.
     """
     return _SoftCrossEntropy.apply(hidden, head, teacher, positions, row_weights)
 
@@ -87,7 +87,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
         needs_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         grad_hidden = torch.empty_like(states) if needs_grad else None
         grad_head = torch.zeros_like(head) if needs_grad else None
-        # Rows that share a label come together, so that its distribution is computed once.
+        # Puts rows with the same label next to each other, so that its distribution is computed once.
         order = positions.argsort(stable=True)
         chunk_elements = CPU_CHUNK_ELEMENTS if head.device.type == "cpu" else CHUNK_ELEMENTS
         for rows in order.split(max(MIN_CHUNK_ROWS, chunk_elements // head.shape[0])):
@@ -101,7 +101,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
             expected_logit = torch.linalg.vecdot(probs, logits)
             accepted[rows] = probs.gather(1, best_ids)[:, 0]
             q = torch.softmax(logits, dim=-1)
-            # log-sum-exp from the best token, whose probability is never tiny: spares a second pass of exp.
+            # Log-sum-exp from the best token, whose probability is never tiny. This saves a second exp of all logits.
             losses[rows] = (best - q.gather(1, best_ids).log())[:, 0] - expected_logit
             if needs_grad:
                 grad_logits = q.sub_(probs).mul_(row_weights[rows, None] / teacher.temperature).to(dtype)
@@ -143,7 +143,7 @@ def acceptance(p: Tensor, draft_logits: Tensor, draft_token_ids: Tensor, tempera
 
 def simulated_acceptance_length(accepted: Tensor) -> float:
     """
-    Tokens per verification, the policy's own included, if every row drafted all steps.
+    Tokens per verification, including the policy's own token, if every row drafted in all steps.
 
     Args:
         accepted (`torch.Tensor` of shape (R, num_steps)):

@@ -70,7 +70,7 @@ class DrafterLayer(nn.Module):
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def attention_inputs(self, embeds: Tensor, hidden_states: Tensor) -> Tensor:
-        """Embeddings and hidden states, each (N, H), normalised apart and put side by side: (N, 2H)."""
+        """Embeddings and hidden states, each (N, H), normalised separately and concatenated: (N, 2H)."""
         return torch.cat([self.input_layernorm(embeds), self.hidden_norm(hidden_states)], dim=-1)
 
     def finish(self, attended: Tensor, residual: Tensor) -> Tensor:
@@ -92,11 +92,11 @@ class Drafter(PreTrainedModel):
         config ([`DrafterConfig`]):
             See [`DrafterConfig.from_policy_config`].
         draft_token_ids (`torch.LongTensor` of shape (draft_vocab_size,), *optional*):
-            Sorted policy token ids that the drafter can propose. Only a full vocabulary can leave it out, or a model
-            whose buffers are loaded from a checkpoint.
+            Sorted policy token ids that the drafter can propose. Needed for a reduced vocabulary, unless the buffers
+            are loaded from a checkpoint.
 
-    The buffers `d2t` (`target_id = draft_id + d2t[draft_id]`) and `t2d` (is this policy token drafted at all) travel
-    with the weights and are never rebuilt.
+    The buffers `d2t` (`policy_id = draft_id + d2t[draft_id]`) and `t2d` (whether a policy token can be drafted) are
+    saved with the weights and never recomputed.
     """
 
     config_class = DrafterConfig
@@ -189,7 +189,7 @@ class Drafter(PreTrainedModel):
     @torch.no_grad()
     def propose(self, input_ids: Tensor, aux_hidden_states: Tensor, embed_tokens: Tensor, num_tokens: int) -> Tensor:
         """
-        Greedy draft tokens, step by step with a key/value cache: what the engine does, kept plain.
+        Greedy draft tokens, one by one with a key/value cache: a plain version of what the engine does.
 
         Args:
             input_ids (`torch.Tensor` of shape (seq_len + 1,)):
@@ -225,8 +225,8 @@ class Drafter(PreTrainedModel):
         """
         Names and tensors in the layout of an EAGLE-3 checkpoint, for `load_weights` of the engine's drafter.
 
-        `embed_tokens` is never among them: the engine's drafter shares the policy's embedding, and TLT's public code
-        overwrote it this way. `d2t` is left out for a full vocabulary, where vLLM has no such parameter.
+        `embed_tokens` is never included: the engine's drafter shares the policy's embedding, so a push would overwrite
+        it, as in TLT's public code. For a full vocabulary `d2t` is left out, because vLLM has no such parameter then.
         """
         for name, tensor in self.state_dict().items():
             if self.has_full_vocabulary and name in ("d2t", "t2d"):
@@ -244,14 +244,14 @@ class Drafter(PreTrainedModel):
         **hub_kwargs: Any,
     ) -> None:
         """
-        Saves the drafter in the EAGLE-3 layout that vLLM and SGLang load as it is, and reads it back.
+        Saves the drafter in the EAGLE-3 layout that vLLM and SGLang load directly, and reads it back.
 
         Args:
             save_directory (`str` or `os.PathLike`):
-                Folder to write to, made when missing.
+                Folder to write to, created if missing.
             dtype (`torch.dtype`, *optional*):
-                Dtype of the saved weights. Defaults to the one they have; bf16 halves the file and is what most
-                engines run in, fp32 is what training goes on from.
+                Dtype of the saved weights. Defaults to their current one. bf16 halves the file and is what most
+                engines run in; fp32 is needed to continue training.
             provenance (`Mapping[str, Any]`, *optional*):
                 What it was trained from (policy, steps, tokens …), anything that JSON can hold; kept in
                 `provenance.json` beside versions and command line.
@@ -288,8 +288,8 @@ class Drafter(PreTrainedModel):
                 Folder or Hub id of a saved drafter, or of an EAGLE-3 head in the layout of its authors, of SpecForge
                 or of speculators. Only safetensors are read.
             policy_config ([`~transformers.PretrainedConfig`], *optional*):
-                Configuration of the policy it shall draft for: checked, and needed when the head does not say which
-                layers of the policy it reads.
+                Configuration of the policy to draft for. The drafter is checked against it. Needed if the checkpoint
+                does not say which layers of the policy it reads.
             dtype (`torch.dtype`, *optional*, defaults to `torch.float32`):
                 Dtype of the parameters. Training needs fp32.
             revision (`str`, *optional*):
@@ -316,7 +316,7 @@ class Drafter(PreTrainedModel):
 
         Args:
             repo_id (`str`):
-                Repository, made when missing.
+                Repository, created if missing.
             dtype, provenance:
                 As in [`~Drafter.save_pretrained`].
             **hub_kwargs:
@@ -329,7 +329,7 @@ class Drafter(PreTrainedModel):
         return push_snapshot(snapshot, repo_id, run_facts() | dict(provenance or {}), **hub_kwargs)
 
     def check_fits(self, policy_config: PretrainedConfig) -> None:
-        """Raises a `ValueError` that names the field when this drafter cannot draft for a policy."""
+        """Raises a `ValueError` that names the field in which this drafter does not fit a policy."""
         for field in ("hidden_size", "vocab_size"):
             mine, wanted = self.config.to_dict()[field], policy_config.to_dict()[field]
             if mine != wanted:

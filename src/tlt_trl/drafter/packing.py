@@ -1,8 +1,8 @@
 """
 Pack samples into one row without padding, and say which positions are trained on.
 
-TLT's public code packed with a mask of ones: samples saw each other and each seam carried a label. Here every position
-has a document id, attention stays inside the document, and no label crosses its end.
+TLT's public code packs with a mask of ones, so samples attend to each other, and labels cross the seams between them.
+Here every position has a document id, attention stays inside the document, and no label crosses its end.
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ class PackedBatch:
         aux_hidden_states (`torch.Tensor` of shape (N, num_aux * H)):
             Policy states at those tokens.
         last_hidden_state (`torch.Tensor` of shape (N, H)):
-            What the policy's `lm_head` reads there: the teacher.
+            Input of the policy's `lm_head` at those tokens: the teacher.
         document_ids (`torch.Tensor` of shape (N,)):
             Which document a position belongs to.
         position_ids (`torch.Tensor` of shape (N,)):
@@ -113,7 +113,7 @@ def crop(sample: FeatureSample, max_tokens: int, generator: torch.Generator) -> 
     """
     A window of a sample that is too long for a batch, with at least one answer token to predict.
 
-    The policy's states keep what they know of the cut-off tokens; only the drafter's own attention starts later.
+    The policy's states still depend on the tokens that are cut off; only the drafter's own attention starts later.
     """
     if sample.num_tokens <= max_tokens:
         return sample

@@ -15,7 +15,7 @@ def unroll(drafter: Drafter, batch: PackedBatch, embed_tokens: Tensor, num_steps
     Training-time test (EAGLE-3, arXiv 2503.01840): draft step j is fed the drafter's own states of step j - 1, as in
     the engine, and the embedding of the token that the policy really produced.
 
-    Prompt tokens only give keys and values; queries, MLP and later steps are computed for rows with a label alone.
+    Prompt tokens only provide keys and values; queries, MLP and later steps are computed only for rows with a label.
 
     Args:
         drafter ([`Drafter`]):

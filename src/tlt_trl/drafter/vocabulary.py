@@ -16,10 +16,10 @@ def most_frequent_token_ids(token_counts: Tensor, size: int, always: Sequence[in
         size (`int`):
             Number of tokens to keep. Engines run best with a multiple of 64.
         always (`Sequence[int]`, *optional*, defaults to `()`):
-            Tokens to keep whatever their count, for example the end-of-sequence tokens.
+            Tokens to keep regardless of their count, for example the end-of-sequence tokens.
 
     Returns:
-        `torch.LongTensor` of shape (size,): sorted token ids. Equal counts are decided by the smaller id.
+        `torch.LongTensor` of shape (size,): sorted token ids. Of equal counts, the smaller id is kept.
     """
     vocab_size = token_counts.shape[0]
     kept = sorted(set(always))

@@ -1,9 +1,9 @@
 """
-Is this engine exact under speculation? A canary that asks the engine itself.
+The canary: checks of a running engine that it is exact under speculation.
 
-Speculative sampling (arXiv 2211.17192) leaves the sampled distribution as it is, if the engine implements it. Engines
-got it wrong quietly: a temperature read from uninitialised memory, log-probs shifted, a greedy check under sampling.
-The text still looks right; what is learnt from it is not.
+Speculative sampling (arXiv 2211.17192) keeps the sampled distribution, if the engine implements it correctly. Engines
+have got it wrong without an error: a temperature read from uninitialised memory, shifted log-probs, a greedy check
+under sampling. The text still looks right, but training on it changes what is learnt.
 """
 
 import logging
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-# Any tokens do: the check compares two passes over what the engine itself answers.
+# Any tokens will do: the check compares two passes over the engine's own answer.
 CANARY_PROMPT = list(range(4, 12))
 CANARY_TOKENS = 24
 MIN_CANARY_TOKENS = 4  # fewer would hardly verify a draft
@@ -168,7 +168,7 @@ def check_sampler(
                     filters.get("top_p", 1.0),
                     filters.get("top_k", 0),
                 )
-            except (RuntimeError, IndexError) as error:  # a filter that is read from the wrong place may lead anywhere
+            except (RuntimeError, IndexError) as error:  # a filter read from the wrong place may fail in any way
                 results.append(CanaryResult(f"sampler ({label})", False, f"it failed: {error}"))
                 continue
         tokens, logprobs = tokens.cpu(), logprobs.cpu()
@@ -184,7 +184,7 @@ def _check_frequencies(tokens: Tensor, exact: Tensor, threshold: float, label: s
     """`tokens` of shape (num_requests, k + 1), -1 after the first rejection; `exact` of shape (k + 1, vocab_size)."""
     worst = 1.0
     for position, probabilities in enumerate(exact):
-        # Reaching a position does not depend on what is sampled there, so those that do follow the same distribution.
+        # Whether a position is reached does not depend on what is sampled there, so no correction is needed.
         reached = tokens[:, position]
         reached = reached[reached >= 0]
         worst = min(worst, chi_square_p_value(torch.bincount(reached, minlength=len(probabilities)), probabilities))

@@ -1,17 +1,17 @@
 """
 Which CUDA graphs an engine with adaptive draft lengths needs (the graph pool of TLT, arXiv 2511.16665).
 
-vLLM captures one graph per number of tokens in a step and pads a step to the next larger one. A request with `k` draft
-tokens takes `k + 1` tokens, so every strategy wants sizes of its own: captured apart for each of them, graphs take
-several times the memory. Sizes that lie close together serve several strategies, and one list serves both the policy,
-which verifies `batch * (k + 1)` tokens, and the drafter, which drafts `batch` at a time.
+vLLM captures one graph per number of tokens in a step and pads a step to the next larger size. A request with `k`
+draft tokens takes `k + 1` tokens, so every strategy needs its own sizes, and capturing them separately takes several
+times the memory. Here, sizes that lie close together are shared by several strategies. One list serves both the
+policy, which verifies `batch * (k + 1)` tokens, and the drafter, which drafts `batch` tokens at a time.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 
-# vLLM's own limit; a step with more tokens is bound by arithmetic, and a graph would save it nothing.
+# vLLM's own limit. A step with more tokens is compute-bound, so a graph would not make it faster.
 MAX_CAPTURED_TOKENS = 512
 
 
@@ -22,9 +22,9 @@ class CudaGraphPlan:
         sizes (`tuple[int, ...]`):
             Tokens per step to capture, ascending.
         token_slots (`int`):
-            Sum of `sizes`: what the memory of the graphs grows with.
+            Sum of `sizes`; the memory of the graphs is proportional to it.
         separate_token_slots (`int`):
-            The same, had every strategy been captured apart at every batch size.
+            The same, if every strategy were captured separately at every batch size.
     """
 
     sizes: tuple[int, ...]

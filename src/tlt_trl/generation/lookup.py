@@ -1,6 +1,6 @@
 """
-Drafting without a model: a sample goes on as its own text, its group's other answers, or the prompt's earlier answers
-went on after the same tokens.
+Drafting without a model: the draft is what followed the same tokens in the sample itself, in other answers of its
+group, or in earlier answers to the same prompt.
 
 TLT (arXiv 2511.16665) falls back to such a lookup while no trained drafter exists. Standard library only.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class _Text:
-    """Tokens of one answer behind the last few of its prompt; the n-grams before `indexed` are in the index."""
+    """The last few tokens of a prompt, then those of one answer; positions before `indexed` are in the index."""
 
     tokens: list[int]
     indexed: int
@@ -20,7 +20,7 @@ class _Text:
 
 @dataclass(slots=True)
 class _History:
-    """All that was written after one prompt, the prompt first. `index` maps an n-gram to where it last went on."""
+    """One prompt, then all answers to it. `index` maps an n-gram to the text and position that last followed it."""
 
     texts: list[_Text] = field(default_factory=list)
     index: dict[tuple[int, ...], tuple[list[int], int]] = field(default_factory=dict)
@@ -34,10 +34,11 @@ class LookupDrafter:
 
     The last `n` tokens of a sample are looked for, longest `n` first, in the prompt, in the sample itself and in every
     other answer to the prompt, those of earlier epochs included; the tokens that followed the most recent occurrence
-    are the draft. Whatever they are, verification keeps the sampled distribution the policy's: a draft depends on
-    nothing that is drawn after it.
+    are the draft. The sampled distribution stays the policy's, whatever they are: a draft does not depend on tokens
+    that are sampled after it.
 
-    Text is indexed when it is first looked up in, so a drafter that is never asked costs a copy of the answers.
+    Text is only indexed when a draft is asked for, so a drafter that is never used costs no more than a copy of the
+    answers.
 
     Args:
         orders (`Sequence[int]`, *optional*, defaults to `(4, 3, 2)`):
@@ -78,7 +79,7 @@ class LookupDrafter:
             answer (`Sequence[int]`):
                 Token ids sampled so far; between calls it only grows.
             num_draft_tokens (`int`):
-                Draft tokens at most.
+                Largest number of draft tokens.
 
         Returns:
             `list[int]`: At most `num_draft_tokens` token ids; empty where nothing matches.
@@ -100,16 +101,16 @@ class LookupDrafter:
 
     def remember(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
         """
-        Keeps a sample that is finished, for the answers to come.
+        Keeps a finished sample, for later answers.
 
-        A sample that was proposed for is recognised by its tokens: engines rename requests on their way in.
+        A sample with drafts is recognised by its tokens, because engines rename requests.
         """
         history, text = self._take_running(prompt, answer) or self._add_answer(prompt)
         self._extend(history, text, self._tail(prompt), answer)
         history.not_indexed.append(text)
 
     def start_rollout(self) -> None:
-        """Lets go of samples that never finished, and forgets what there is no room for."""
+        """Drops samples that never finished, and the oldest text beyond the limits."""
         self._running.clear()
         for history in self._histories.values():
             if history.num_tokens > self.max_tokens_per_prompt:

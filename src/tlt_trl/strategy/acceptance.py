@@ -20,7 +20,7 @@ class AcceptanceModel:
         prior (`float`, *optional*, defaults to `0.6`):
             Acceptance of the first position before anything was seen, worth `prior_weight` requests.
         prior_weight (`float`, *optional*, defaults to `4.0`):
-            Requests that the prior of each position is worth.
+            How many requests the prior of each position counts for.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class AcceptanceModel:
             reached = accepted
 
     def forget(self, keep: float) -> None:
-        """Scales all that was seen; 0.0 returns to the prior."""
+        """Scales the weight of everything seen so far; 0.0 returns to the prior."""
         self.hits = [hits * keep for hits in self.hits]
         self.trials = [trials * keep for trials in self.trials]
 
@@ -64,7 +64,7 @@ class AcceptanceModel:
 
 def spread_accepted(batch_size: int, num_draft_tokens: int, accepted_tokens: int) -> list[float]:
     """
-    Accepted draft tokens by position when only their sum is known: the constant acceptance that explains the sum.
+    Accepted draft tokens by position when only their sum is known: assumes one constant acceptance for all positions.
 
     ```python
     >>> [round(x, 6) for x in spread_accepted(4, 2, 3)]

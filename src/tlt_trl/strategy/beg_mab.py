@@ -1,5 +1,5 @@
 """
-BEG-MAB, the bucketed epsilon-greedy bandit of TLT (arXiv 2511.16665), with the faults of its public code mended.
+BEG-MAB, the bucketed epsilon-greedy bandit of TLT (arXiv 2511.16665), without the faults of its public code.
 
 The paper keeps, per strategy, the rewards `tokens / seconds` of the last steps and plays the best median. Here
 * every bucket holds every strategy, and unseen ones are tried first;
@@ -8,7 +8,7 @@ The paper keeps, per strategy, the rewards `tokens / seconds` of the last steps 
   is 3.3. Token counts are bounded, so a mean is safe; times have spikes, so they keep the median;
 * the first visits of an arm in a bucket, which may compile, are not learned from;
 * exploration decays per arm and bucket, is rarer for arms that are known to be bad, and re-opens on drift;
-* a bucket asks its nearest neighbour about arms it has not seen, and does not try the hopeless ones at once.
+* for arms that a bucket has not seen, it goes by its nearest neighbour, and does not try hopeless arms at once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Cell:
         self.token_sum = 0.0
         self.visits = 0  # all steps, warm-up included
         self.trials = 0.0  # explorations since exploration last re-opened
-        self.shift = 0.0  # running mean of value of a step / value of the window - 1
+        self.shift = 0.0  # running mean of (value of a step / value of the window) - 1
 
     def append(self, requests_per_s: float, tokens_per_request: float) -> None:
         if len(self.tokens_per_request) == self.tokens_per_request.maxlen:
@@ -66,7 +66,7 @@ class BEGMAB(Selector):
             Probability that a fresh bucket explores at a decision. An arm explored `n` times whose value is `v` of the
             best one's is explored with probability `epsilon / arms * v**4 / (1 + n)`.
         window (`int`, *optional*, defaults to `64`):
-            Steps that an arm's value is taken from.
+            Number of recent steps that determine an arm's value.
         rng (`random.Random`, *optional*, defaults to `random.Random(0)`):
             Source of the exploration.
         min_dwell_steps (`int`, *optional*, defaults to `4`):
@@ -74,7 +74,7 @@ class BEGMAB(Selector):
         warmup_steps (`int`, *optional*, defaults to `1`):
             First visits of an arm in a bucket that are not learned from.
         min_samples (`int`, *optional*, defaults to `3`):
-            Learned steps below which an arm counts as unseen.
+            An arm with fewer learned steps counts as unseen.
         hopeless (`float`, *optional*, defaults to `0.7`):
             An unseen arm that is worth less than this share of the best one in the neighbour bucket is left to
             exploration instead of being tried at once.
@@ -165,7 +165,7 @@ class BEGMAB(Selector):
             self._values[bucket][arm] = cell.value()
 
     def _reopen(self, keep: float) -> None:
-        """Scales the count of explorations everywhere: 0.0 explores as in the beginning."""
+        """Scales the number of explorations in all cells; 0.0 makes exploration start over."""
         for cells in self._cells:
             for cell in cells:
                 cell.trials *= keep

@@ -43,7 +43,7 @@ class CostModel:
         # Acceptance model of each arm; off has none.
         self.drafter_of = [None if s.is_off else methods.index((s.method, s.draft_sampling)) for s in strategies]
         self.draft_tokens = [s.num_draft_tokens for s in strategies]
-        # Where each arm reads the table of expected tokens; its row 0 is a drafter that drafts nothing.
+        # Row and column of each arm in the table of expected tokens; row 0 is a drafter that drafts nothing.
         self._table_index = ([0 if d is None else d + 1 for d in self.drafter_of], self.draft_tokens)
         self._tokens_per_request: np.ndarray | None = None  # computed when asked for
 
@@ -93,7 +93,7 @@ class CostModel:
         return self.step_time.update(batch_size, arm, seconds, context_tokens)
 
     def forget_acceptance(self, keep: float) -> None:
-        """Policy or drafter have moved: trusts what was accepted before less."""
+        """Gives earlier observations less weight, because policy or drafter have changed."""
         for model in self.acceptance:
             model.forget(keep)
         self._tokens_per_request = None
@@ -115,8 +115,8 @@ class CostModelSelector(Selector):
     """
     Plays the arm with the best predicted tokens per second.
 
-    "Off" is played once before the model is trusted, and once per rollout the best speculating arm is probed when off
-    is winning: without drafts nothing would ever tell that the drafter improved.
+    "Off" is played once before the model is trusted. While off is winning, the best speculating arm is tried once per
+    rollout: without drafts, nothing would ever show that the drafter has improved.
 
     Args:
         strategies (`Sequence[Strategy]`):
@@ -124,7 +124,7 @@ class CostModelSelector(Selector):
         bucket_edges (`Sequence[int]`):
             Upper edges of the batch buckets.
         rng (`random.Random`, *optional*, defaults to `random.Random(0)`):
-            Not drawn from; part of the common interface.
+            Not used; part of the common interface.
         min_dwell_steps (`int`, *optional*, defaults to `4`):
             Steps for which a choice is held within a bucket.
     """

@@ -1,4 +1,4 @@
-"""What every selector shares: validation, buckets, the hold of a choice for a few steps, totals, state, summary."""
+"""What every selector shares: validation, buckets, holding a choice for a few steps, totals, state, summary."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class Selector:
         rng (`random.Random`):
             Source of all randomness; its state is part of `state_dict`.
         min_dwell_steps (`int`, *optional*, defaults to `1`):
-            Steps for which a choice is held while the batch stays in its bucket. Holding costs reaction time and saves
-            the catch-up of a drafter that was off.
+            Steps for which a choice is held while the batch stays in its bucket. Holding reacts more slowly, but a
+            drafter that was off has to catch up less often.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Selector:
         accepted_by_position: Sequence[int] | None = None,
     ) -> None:
         """
-        Tells what one engine step did.
+        Reports what one engine step did.
 
         Args:
             strategy (`Strategy`):
@@ -141,18 +141,18 @@ class Selector:
         self._observe(bucket, arm, batch_size, emitted_tokens, seconds, context_tokens, accepted_by_position)
 
     def start_rollout(self) -> None:
-        """Called once at the beginning of each rollout: policy and drafter have moved, what was learned is older."""
+        """Called once at the beginning of each rollout: policy and drafter have changed since the last one."""
         self._held = [-1, 0, 0]
 
     def expected_tokens_per_s(self, batch_size: int, context_tokens: float = 0) -> list[float | None]:
-        """What every strategy is expected to emit at a batch size, `None` where this selector has no opinion."""
+        """Expected tokens per second of every strategy at a batch size; `None` where this selector expects nothing."""
         return self._predicted_tokens_per_s(self._bucket(batch_size))
 
     def summary(self) -> list[dict]:
         """
         One row per bucket and strategy. `tokens_per_s` is measured over all visits, first uses included;
-        `predicted_tokens_per_s` is what the selector expects now at the bucket's upper edge, `None` where it has no
-        opinion.
+        `predicted_tokens_per_s` is what the selector expects now at the bucket's upper edge, `None` where it expects
+        nothing.
         """
         rows, low = [], 1
         for bucket, high in enumerate(self.bucket_edges):
@@ -176,7 +176,7 @@ class Selector:
         return rows
 
     def state_dict(self) -> dict:
-        """Everything a resumed run needs to choose the same, as plain JSON-able values."""
+        """Everything that a resumed run needs to make the same choices, as JSON values."""
         version, internal, gauss = self.rng.getstate()
         return {
             "kind": type(self).__name__,

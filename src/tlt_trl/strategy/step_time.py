@@ -4,8 +4,8 @@ Seconds of an engine step as a function of its shape, fitted while the engine ru
     seconds  = c0 + c1 * batch + c2 * verified tokens + c3 * context tokens
                + (c4 + c_drafter * draft tokens if speculating)
 
-c4 is what any speculating step costs, such as rejection sampling: without it, a slow step with one draft token would
-make several look hopeless.
+c4 is what any speculating step costs, such as rejection sampling. Without it, a slow step with one draft token would
+make longer drafts look hopeless.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """
-Alarms for what would otherwise fail silently: verification keeps the text right whatever the drafter is worth.
+Alarms for faults that would otherwise go unnoticed: verification keeps the text right, however bad the drafter is.
 
-The commonest failure in the field is a run that got slower because nothing is accepted any more. Each alarm warns
-once, loudly, with what to do, and is a metric (`tlt/alarm/<name>`) for as long as it lasts.
+A typical fault is a run that becomes slower because no draft token is accepted any more. Each alarm logs one warning,
+which says what to do, and is a metric (`tlt/alarm/<name>`) while it lasts.
 """
 
 import copy
@@ -63,7 +63,7 @@ class Alarms:
 
     def observe_rollout(self, acceptance_length: float, draft_tokens: float, drafter_lag: int) -> None:
         """
-        Takes note of one training rollout.
+        Records one training rollout.
 
         Args:
             acceptance_length (`float`):
@@ -71,7 +71,7 @@ class Alarms:
             draft_tokens (`float`):
                 Draft tokens verified; a rollout without any says nothing about acceptance.
             drafter_lag (`int`):
-                Versions that the engine's drafter is behind the trainer's.
+                How many versions the engine's drafter is behind the trainer's.
         """
         if draft_tokens:
             collapsed = acceptance_length < COLLAPSED_ACCEPTANCE_LENGTH
@@ -86,12 +86,12 @@ class Alarms:
 
     def observe_training(self, starved: float, steps: float, dropped_batches: float, failures: float) -> None:
         """
-        Takes note of the drafter training of all ranks in one step.
+        Records the drafter training of all ranks in one step.
 
         Args:
             starved (`float`):
-                Periods of training with time and nothing to train on. The first step does not count: there are no
-                features before the first rollout has been scored.
+                Periods of training that had time, but nothing to train on. The first step does not count: there are
+                no features before the first rollout has been scored.
             steps (`float`):
                 Optimiser steps taken.
             dropped_batches (`float`):
@@ -115,7 +115,7 @@ class Alarms:
         return {f"tlt/alarm/{name}": float(active) for name, active in self.active.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to warn when this one would have."""
+        """What a resumed run needs to warn when the unbroken run would."""
         return copy.deepcopy(vars(self))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,9 +1,8 @@
 """
-What every rank did when: intervals in one JSONL file a rank, and a picture of them.
+Records what every rank does and when: intervals in one JSONL file per rank, and a plot of them.
 
-Intervals do not overlap: one that begins inside another interrupts it. Their number per training step is fixed (there
-is none per engine step or per optimiser step of the drafter), and each costs one short line, so the cost is some ten
-microseconds an interval.
+Intervals do not overlap: one that begins inside another interrupts it. Their number per training step is fixed: engine
+steps and optimiser steps of the drafter have none. Each interval takes one short line and about ten microseconds.
 """
 
 import json
@@ -39,14 +38,14 @@ class Timeline:
     """
     Writes the intervals of one rank.
 
-    Times count from a zero that all ranks share up to `zero_error_s`: nobody leaves a barrier before everybody has
-    entered it, so two ranks leave it at most as far apart as the longer of the two stayed in it. The first barrier
-    lets late ranks come, the second one is short. The clocks are monotonic; those of two machines drift apart by some
-    ten microseconds a second.
+    Times count from a zero that is common to all ranks to within `zero_error_s`. No rank leaves a barrier before all
+    have entered it, so two ranks leave it no further apart than the longer of their two stays. The first barrier waits
+    for late ranks, so the second one is short. The clocks are monotonic; those of two machines drift apart by about
+    ten microseconds per second.
 
     Args:
         folder (`Path`):
-            Folder of `rank_<rank>.jsonl`, which is replaced. One folder serves all ranks, also on a shared file
+            Folder of `rank_<rank>.jsonl`, which is replaced. All ranks can use the same folder, also on a shared file
             system.
         rank (`int`):
             This rank.
@@ -67,7 +66,7 @@ class Timeline:
         clock: Callable[[], float] = time.perf_counter,
     ):
         folder.mkdir(parents=True, exist_ok=True)
-        # Line by line: what a rank did before it was killed is what one wants to see.
+        # Written line by line, so that the file also shows what a rank did before it was killed.
         self._file = (folder / f"rank_{rank}.jsonl").open("w", buffering=1)
         self._clock = clock
         self._open: list[str] = []  # names of the intervals that have begun, the innermost last
@@ -88,7 +87,7 @@ class Timeline:
 
     @contextmanager
     def interval(self, name: str) -> Iterator[None]:
-        """An interval of that name, one of the constants of this module; the one around it is interrupted."""
+        """An interval named by one of the constants of this module; it interrupts the interval around it."""
         self._cut()
         self._open.append(name)
         try:
@@ -137,7 +136,7 @@ class RankTimeline:
 
 def read_timelines(folder: Path) -> list[RankTimeline]:
     """
-    Timelines of all ranks, in their order.
+    Timelines of all ranks, in rank order.
 
     Raises:
         `FileNotFoundError`: When the folder holds none.
@@ -167,7 +166,7 @@ def draw_timelines(
     timelines: list[RankTimeline], output: Path, first_s: float = 0.0, last_s: float | None = None
 ) -> None:
     """
-    Draws one bar a rank into a picture; the kind of file follows from its name.
+    Draws a picture with one bar per rank; the suffix of `output` determines the file type.
 
     Args:
         timelines (`list[RankTimeline]`):
