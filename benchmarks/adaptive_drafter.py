@@ -71,12 +71,8 @@ class Jump(TrainerCallback):
         rows = make_dataset(split="jump", seed=self.args.seed)
         rows = rows.map(lambda row: {"solution": other_layout(row["solution"])})
         config = ColdStartConfig(max_tokens=self.args.jump_tokens, seed=self.args.seed)
-        began = time.perf_counter()
-        train_on_answers(model, processing_class, rows, config)
-        if self.args.variant == "trained":
-            self.trainer._last_rollout_end_s += time.perf_counter() - began  # earns the drafter no time
-        # The evaluation of this step has synced the weights before the jump, and TRL syncs once for a step.
-        self.trainer._last_loaded_step = -1
+        with self.trainer.online_drafter.evaluating():  # earns the drafter no time either
+            train_on_answers(model, processing_class, rows, config)
 
 
 class Logs(TrainerCallback):

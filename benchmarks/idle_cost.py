@@ -96,13 +96,14 @@ class Steps(TrainerCallback):
 
 def train_in_some_steps(trainer: TLTGRPOTrainer) -> None:
     """In the other steps ranks wait for each other as TRL's do; everything else is the same."""
-    train_drafter = trainer._train_drafter
+    online_drafter = trainer.online_drafter
+    train_after_rollout = online_drafter.train_after_rollout
 
     def train_or_not(rollout_started_s: float) -> None:
         if is_with_training(trainer.state.global_step + 1):
-            train_drafter(rollout_started_s)
+            train_after_rollout(rollout_started_s)
 
-    trainer._train_drafter = train_or_not
+    online_drafter.train_after_rollout = train_or_not
 
 
 def run_rank(args: argparse.Namespace) -> None:
