@@ -28,13 +28,14 @@ PAGE = ROOT / "docs" / "configuration.md"
 DOCSTRING_MARKS = ("    Parameters:\n", '    """\n')
 PAGE_MARKS = ("<!-- fields: written by scripts/generate_config_docs.py -->\n", "<!-- end of fields -->\n")
 
-# One prefix per concern, in the order of the fields: what follows "Parameters that control", and the page's heading.
+# One prefix per concern, in the order of the fields: what follows "Parameters that control", the page's heading, and
+# where to read more.
 GROUPS = {
-    "speculation_": ("speculative rollouts", "Speculative rollouts"),
-    "vllm_": ("the engine", "Engine"),
-    "drafter_": ("the drafter", "Drafter"),
-    "feature_": ("the feature buffer", "Feature buffer"),
-    "log_": ("logging", "Logging"),
+    "speculation_": ("speculative rollouts", "Speculative rollouts", ("adaptive_engine.md", "lossless.md")),
+    "vllm_": ("the engine", "Engine", ("architecture.md",)),
+    "drafter_": ("the drafter", "Drafter", ("drafter.md", "idle_training.md")),
+    "feature_": ("the feature buffer", "Feature buffer", ("drafter.md",)),
+    "log_": ("logging", "Logging", ("idle_training.md",)),
 }
 LINE_LENGTH = 119
 
@@ -91,7 +92,9 @@ def page_section(groups: dict[str, list[Description]]) -> str:
     """The fields as one table per group."""
     lines = []
     for prefix, fields in groups.items():
-        lines += ["", f"## {GROUPS[prefix][1]}", "", "| field | default | |", "|---|---|---|"]
+        _, heading, pages = GROUPS[prefix]
+        links = " and ".join(f"[{page}]({page})" for page in pages)
+        lines += ["", f"## {heading}", "", f"See {links}.", "", "| field | default | |", "|---|---|---|"]
         lines += [f"| `{field.name}` | `{shown(field.default)}` | {field.help} |" for field in fields]
     return "\n".join(lines) + "\n\n"
 

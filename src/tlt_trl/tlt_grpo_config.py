@@ -9,8 +9,8 @@ from .strategy.strategy import Strategy, check_strategies
 SELECTORS = ("fixed", "beg_mab", "cost_model", "auto")
 ON_INEXACT = ("error", "disable")
 MAX_DRAFT_TOKENS = 16
-DEFAULT_STRATEGIES = ("eagle3 x1", "eagle3 x2", "eagle3 x3", "eagle3 x5", "ngram x4")
-DEFAULT_FIXED_STRATEGY = "eagle3 x3"
+DEFAULT_STRATEGIES = ["eagle3 x1", "eagle3 x2", "eagle3 x3", "eagle3 x5", "ngram x4"]
+DEFAULT_FIXED_STRATEGIES = ["eagle3 x3"]
 
 # What only drafter training uses.
 DRAFTER_TRAINING_FIELDS = (
@@ -343,9 +343,8 @@ class TLTGRPOConfig(GRPOConfig):
     @property
     def strategies(self) -> list[Strategy]:
         """What the selector chooses from, besides decoding without drafts."""
-        texts = self.speculation_strategies
-        if texts is None:
-            texts = [DEFAULT_FIXED_STRATEGY] if self.speculation_selector == "fixed" else DEFAULT_STRATEGIES
+        default = DEFAULT_FIXED_STRATEGIES if self.speculation_selector == "fixed" else DEFAULT_STRATEGIES
+        texts = default if self.speculation_strategies is None else self.speculation_strategies
         return [Strategy.parse(text) for text in texts]
 
     @property

@@ -63,7 +63,8 @@ def record_features(
 
 
 def _batches_by_length(sequences, max_tokens: int) -> list[list[tuple[list[int], list[int]]]]:
-    batches, batch = [], []
+    batches: list[list[tuple[list[int], list[int]]]] = []
+    batch: list[tuple[list[int], list[int]]] = []
     for sequence in sorted(sequences, key=lambda pair: len(pair[0]) + len(pair[1])):
         width = len(sequence[0]) + len(sequence[1])
         if batch and width * (len(batch) + 1) > max_tokens:

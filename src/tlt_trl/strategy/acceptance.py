@@ -35,7 +35,7 @@ class AcceptanceModel:
     def update(self, batch_size: int, accepted_by_position: Sequence[float]) -> None:
         """Of `batch_size` requests, `accepted_by_position[i - 1]` accepted draft token `i`, counted from 1."""
         self.forget(max(0.0, 1.0 - batch_size / self.memory))
-        reached = batch_size
+        reached: float = batch_size
         for i, accepted in enumerate(accepted_by_position):
             self.trials[i] += reached
             self.hits[i] += accepted

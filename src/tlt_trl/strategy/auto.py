@@ -26,14 +26,14 @@ class FirstUsePrice:
     """
     What the first use of an arm in a bucket costs beyond a step, such as compilation, and when it is worth paying.
 
-    The price is the median over cells of `seconds of the first step - seconds of the second`. As in the ski-rental
-    problem, the value of an arm never used in a bucket is reduced by the share `price / (price + seconds spent in the
+    The price is the median over cells of `seconds of the first step - seconds of the second`. A bucket pays it like a
+    skier who rents before buying: an arm never used there is discounted by `price / (price + seconds spent in the
     bucket)`, so a bucket that is seldom visited does not pay for arms it would hardly use.
     """
 
     def __init__(self, num_buckets: int, num_arms: int) -> None:
-        self.used = np.zeros((num_buckets, num_arms), dtype=bool)
-        self.first_s = np.zeros((num_buckets, num_arms))  # 0.0 unless the cell waits for its second step
+        self.used: np.ndarray = np.zeros((num_buckets, num_arms), dtype=bool)
+        self.first_s = np.zeros((num_buckets, num_arms))  # 0.0 unless the cell's second step is awaited
         self.spent_s = [0.0] * num_buckets
         self.prices_s = SlidingMedian(15)
 
@@ -78,7 +78,7 @@ class AutoSelector(Selector):
         bucket_edges (`Sequence[int]`):
             Upper edges of the batch buckets.
         rng (`random.Random`, *optional*, defaults to `random.Random(0)`):
-            Not used; part of the common interface.
+            Not drawn from; part of the common interface.
         min_dwell_steps (`int`, *optional*, defaults to `4`):
             Steps for which a choice is held within a bucket.
         exploration_budget (`float`, *optional*, defaults to `0.005`):
@@ -88,10 +88,9 @@ class AutoSelector(Selector):
         uncertainty (`float`, *optional*, defaults to `0.3`):
             Relative uncertainty of an arm never seen in its bucket; it falls with the square root of the steps seen.
         shrink_steps (`float`, *optional*, defaults to `2.0`):
-            Number of steps at which a bucket's own correction gets half of the weight.
+            Steps at which a bucket's own correction is trusted half.
         rollout_memory (`float`, *optional*, defaults to `0.8`):
-            Factor on the number of steps seen, applied at the start of every rollout: exploration resumes as the
-            policy changes.
+            Factor on the steps seen at the start of a rollout: exploration re-opens as the policy moves.
     """
 
     def __init__(
@@ -169,7 +168,7 @@ class AutoSelector(Selector):
         optimistic[best] = values[best]
         arm, off = int(optimistic.argmax()), self._off_arm
         if not self.first_use.used[bucket, off] and optimistic[off] > values[best]:
-            arm = off  # "never slower" can only be judged against off, so its first try does not wait for the budget
+            arm = off  # "never slower" needs to know off: its first try in a bucket does not wait for the budget
         elif arm == best or not self._affordable():
             return best
         self._exploring = [bucket, arm, float(values[best])]
@@ -183,7 +182,7 @@ class AutoSelector(Selector):
         self._steps += 1
         self._elapsed_s += seconds
         if self._exploring[0] == bucket and self._exploring[1] == arm:
-            # Signed, because the token count of one step is random; an exploration that pays off gives time back.
+            # Signed, because the tokens of one step are luck; an exploration that pays gives time back.
             self._lost_s = max(0.0, self._lost_s + seconds - emitted_tokens / self._exploring[2])
         self.first_use.update(bucket, arm, seconds)
         self._seen[bucket, arm] += 1.0
@@ -194,7 +193,7 @@ class AutoSelector(Selector):
         """Correction of each bucket and arm from the residuals of the step-time fit, of shape (buckets, arms)."""
         batches, arms, steps, residuals = self.model.step_time.log_residuals()
         shape = self._seen.shape
-        cells = np.take(self._bucket_of, batches) * shape[1] + arms
+        cells: np.ndarray = np.take(self._bucket_of, batches) * shape[1] + arms
         weight = np.bincount(cells, steps, shape[0] * shape[1]).reshape(shape)
         total = np.bincount(cells, steps * np.clip(residuals, -1.0, 1.0), shape[0] * shape[1]).reshape(shape)
         prior = self._kernel @ total / (self._kernel @ weight + self.shrink_steps)

@@ -45,9 +45,8 @@ class Cell:
         """Tokens per second; only for a cell that has learned from a step."""
         return self.token_sum / len(self.tokens_per_request) * self.requests_per_s.median()
 
-    def clear(self) -> None:
-        """Forgets the window after a drift, keeping the count of visits: nothing compiles again."""
-        window = self.tokens_per_request.maxlen
+    def clear(self, window: int) -> None:
+        """Starts an empty window after a drift, keeping the count of visits: nothing compiles again."""
         self.requests_per_s, self.token_sum, self.shift = SlidingMedian(window), 0.0, 0.0
         self.tokens_per_request.clear()
 
@@ -158,7 +157,7 @@ class BEGMAB(Selector):
             change = requests_per_s * tokens_per_request / value - 1.0
             cell.shift += (min(change, 1.0) - cell.shift) / 16.0
             if abs(cell.shift) > self.drift:
-                cell.clear()
+                cell.clear(self.window)
                 self._reopen(0.0)
         cell.append(requests_per_s, tokens_per_request)
         if len(cell) >= self.min_samples:

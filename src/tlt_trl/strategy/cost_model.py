@@ -61,7 +61,7 @@ class CostModel:
 
     def explain(self, batch_size: int, context_tokens: float) -> list[dict]:
         """The prediction in numbers, one row per arm in the order of the arms."""
-        tokens = batch_size * self.tokens_per_request()
+        tokens: np.ndarray = batch_size * self.tokens_per_request()
         seconds = self.step_time.predict(batch_size, context_tokens)
         return [
             {

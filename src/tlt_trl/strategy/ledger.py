@@ -56,11 +56,12 @@ class StepLedger:
         off_arm = self._arm_of.get(Strategy.off())
         for (arm, batch_size), (steps, tokens, seconds, context_tokens) in self._cells.items():
             rates = self.selector.expected_tokens_per_s(batch_size, context_tokens / steps)
-            if off_arm is None or rates[arm] is None or rates[off_arm] is None:
+            rate, off_rate = rates[arm], None if off_arm is None else rates[off_arm]
+            if rate is None or off_rate is None:
                 continue
             measured += seconds
-            predicted += tokens / rates[arm]
-            off += tokens / rates[off_arm]
+            predicted += tokens / rate
+            off += tokens / off_rate
             best += tokens / max(rate for rate in rates if rate is not None)
         steps = {str(s): float(count) for s, count in zip(self.selector.strategies, self._steps, strict=True)}
         return steps | {"measured_s": measured, "predicted_s": predicted, "off_s": off, "best_s": best}

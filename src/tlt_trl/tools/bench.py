@@ -109,22 +109,23 @@ def strategy_table(results: dict[str, list[TimedRollout]], plain: str, adaptive:
         `best_fixed`, the fixed strategy with the highest speed-up; and `adaptive_over_best_fixed`,
         `adaptive_over_plain`, and `adaptive_over_fixed` by name, medians over rounds of the ratio in the same round.
     """
+    speedups = {name: round(speedup(results, name, plain), 3) for name in results}
     rows = [
         {
             "name": name,
             "tokens_per_s": round(statistics.median(r.tokens_per_s for r in rollouts), 1),
-            "speedup": round(speedup(results, name, plain), 3),
+            "speedup": speedups[name],
         }
         for name, rollouts in results.items()
     ]
-    fixed = [row for row in rows if row["name"] not in (plain, adaptive)]
-    best = max(fixed, key=lambda row: row["speedup"])["name"]
+    fixed = [name for name in results if name not in (plain, adaptive)]
+    best = max(fixed, key=speedups.__getitem__)
     return {
         "rows": rows,
         "best_fixed": best,
         "adaptive_over_best_fixed": round(speedup(results, adaptive, best), 3),
         "adaptive_over_plain": round(speedup(results, adaptive, plain), 3),
-        "adaptive_over_fixed": {row["name"]: round(speedup(results, adaptive, row["name"]), 3) for row in fixed},
+        "adaptive_over_fixed": {name: round(speedup(results, adaptive, name), 3) for name in fixed},
     }
 
 

@@ -54,7 +54,7 @@ def check_versions() -> Iterator[Finding]:
     ours = metadata.metadata("tlt-trl")
     yield _version_finding("python", platform.python_version(), SpecifierSet(ours["Requires-Python"]))
     ranges = {}
-    for text in metadata.requires("tlt-trl"):
+    for text in metadata.requires("tlt-trl") or []:
         requirement = Requirement(text)
         ranges[requirement.name] = requirement.specifier
     for name in ("torch", "transformers", "trl"):
