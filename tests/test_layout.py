@@ -17,6 +17,7 @@ LAYERS = (
     {"__init__"},
     {"tools"},
     {"tlt_grpo_trainer"},
+    {"drafter_saving"},
     {"online_drafter"},
     {"generation", "idle"},
     {"tlt_grpo_config"},

@@ -61,8 +61,11 @@ class InactiveOnlineDrafter:
     def paused(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def start_scoring(self, is_training: bool) -> None:
+        """Nothing to record."""
+
     def recording(
-        self, input_ids: Tensor, attention_mask: Tensor, prompt_length: int, step: int
+        self, input_ids: Tensor, attention_mask: Tensor, prompt_length: int, step: int, micro_step: int
     ) -> AbstractContextManager[None]:
         return nullcontext()
 
@@ -75,6 +78,47 @@ class InactiveOnlineDrafter:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """All but the number of tokens means nothing here: what a run has trained is in the weights."""
         self.tokens_trained = state["tokens_trained"]
+
+
+class PassToRecord:
+    """
+    Which of the policy's forward passes the features are taken from.
+
+    TRL scores a generation without gradients where it needs the log-probs of the policy that sampled it (its
+    condition, word for word). That pass is the first one after a generation; the reference pass, which for PEFT runs on the same
+    module with its adapters disabled, is the second and must not be recorded. Where nothing is scored the features
+    come from the loss, in the first of `num_iterations` passes over a generation only.
+
+    Args:
+        steps_per_generation, num_iterations, gradient_accumulation_steps (`int`):
+            Of the run.
+        corrects_importance (`bool`):
+            Whether TRL corrects for the difference between the engine's log-probs and the policy's.
+    """
+
+    def __init__(
+        self,
+        steps_per_generation: int,
+        num_iterations: int,
+        gradient_accumulation_steps: int,
+        corrects_importance: bool,
+    ):
+        self._first_pass = steps_per_generation
+        self._generate_every = steps_per_generation * num_iterations  # micro-steps that one generation serves
+        self._is_scored = gradient_accumulation_steps % self._generate_every != 0 or corrects_importance
+        self._awaits_scoring = False
+
+    def start_generation(self, is_training: bool) -> None:
+        """A generation begins; that of an evaluation is not recorded."""
+        self._awaits_scoring = is_training and self._is_scored
+
+    def take(self, micro_step: int) -> bool:
+        """Whether the pass that comes now, in that call of `training_step`, is the one; asked once for each."""
+        if not self._is_scored:
+            return torch.is_grad_enabled() and micro_step % self._generate_every < self._first_pass
+        is_taken = self._awaits_scoring and not torch.is_grad_enabled()
+        self._awaits_scoring = self._awaits_scoring and not is_taken
+        return is_taken
 
 
 class OnlineDrafter:
@@ -98,6 +142,8 @@ class OnlineDrafter:
             Where recorded features go.
         policy_copy (`Callable[[], tuple[torch.Tensor, torch.Tensor]]`):
             Embedding and head of the policy as they were pushed last.
+        pass_to_record ([`PassToRecord`]):
+            Which of the policy's forward passes the features are taken from.
         time_budget ([`TimeBudget`]):
             Of a single process; not asked with several.
         wait ([`StragglerWait`], *optional*):
@@ -121,6 +167,7 @@ class OnlineDrafter:
         buffer: FeatureBuffer,
         *,
         policy_copy: Callable[[], PolicyCopy],
+        pass_to_record: PassToRecord,
         time_budget: TimeBudget,
         wait: StragglerWait | None = None,
         in_background: bool = False,
@@ -136,6 +183,7 @@ class OnlineDrafter:
         self.tokens_trained = 0  # by all ranks together
         self._accelerator = accelerator
         self._policy_copy = policy_copy
+        self._pass_to_record = pass_to_record
         self._wait = wait
         self._background = BackgroundTraining(self._train_until, self._note) if in_background else None
         self._on_trained = on_trained
@@ -163,10 +211,24 @@ class OnlineDrafter:
         """Begins a training rollout at that step of the policy."""
         self.buffer.start_step(step)
 
+    def start_scoring(self, is_training: bool) -> None:
+        """A generation begins, whose answers are scored next."""
+        self._pass_to_record.start_generation(is_training)
+
     def recording(
-        self, input_ids: Tensor, attention_mask: Tensor, prompt_length: int, step: int
+        self, input_ids: Tensor, attention_mask: Tensor, prompt_length: int, step: int, micro_step: int
     ) -> AbstractContextManager[None]:
-        """Records the policy's forward passes inside, see [`FeatureRecorder.recording`]."""
+        """
+        Around every forward pass of the policy; records the one that the features are taken from.
+
+        Args:
+            input_ids, attention_mask, prompt_length, step:
+                As in [`FeatureRecorder.recording`].
+            micro_step (`int`):
+                Calls of `training_step` so far.
+        """
+        if not self._pass_to_record.take(micro_step):
+            return nullcontext()
         return self.recorder.recording(input_ids, attention_mask, prompt_length, step)
 
     # ---- when it trains --------------------------------------------------------------------------------------------
@@ -317,6 +379,12 @@ def online_drafter_for(
         training,
         FeatureBuffer(args.feature_buffer_tokens, max_age=max_age),
         policy_copy=lambda: (generation.policy_embedding, generation.policy_lm_head),
+        pass_to_record=PassToRecord(
+            args.steps_per_generation,
+            args.num_iterations,
+            args.gradient_accumulation_steps,
+            args.vllm_importance_sampling_correction,
+        ),
         time_budget=TimeBudget(args.drafter_time_budget),
         wait=wait,
         in_background=_trains_in_background(args, accelerator, has_reward_model),

@@ -15,7 +15,6 @@ from . import upstream
 from .drafter.modeling_drafter import Drafter
 from .drafter.training_state import FOLDER_NAME, newest_whole_checkpoint
 from .drafter_saving import DrafterKeeper
-from .generation.sampling_parameters import check_sampling_parameters
 from .generation.speculative_generation import SpeculativeVLLMGeneration
 from .online_drafter import InactiveOnlineDrafter, OnlineDrafter, online_drafter_for
 from .telemetry.callbacks import OptimizerStepInterval
@@ -24,6 +23,12 @@ from .tlt_grpo_config import TLTGRPOConfig
 
 
 logger = logging.getLogger(__name__)
+
+
+INACTIVE = (
+    "Speculative rollouts and drafter training are inactive: they need `use_vllm=True` and `vllm_mode='colocate'`. "
+    "This run is TRL's GRPOTrainer."
+)
 
 
 class TLTGRPOTrainer(GRPOTrainer):
@@ -58,7 +63,6 @@ class TLTGRPOTrainer(GRPOTrainer):
     speculative = False
     online_drafter: OnlineDrafter | InactiveOnlineDrafter = InactiveOnlineDrafter()
     timeline: Timeline | NoTimeline = NoTimeline()
-    _record_next_scoring_pass = False
 
     def __init__(
         self,
@@ -85,16 +89,11 @@ class TLTGRPOTrainer(GRPOTrainer):
         args = TLTGRPOConfig.from_grpo_config(args)
         self.speculative = args.use_vllm and args.vllm_mode == "colocate"
         if self.speculative:
-            parameters = {"min_p": args.min_p} | (args.generation_kwargs or {})
-            check_sampling_parameters(parameters, "in the config", adaptive=not args.repeats_seeds)
             generation = functools.partial(
                 SpeculativeVLLMGeneration, args=args, drafter=drafter, train_dataset=train_dataset
             )
         else:
-            logger.warning(
-                "Speculative rollouts and drafter training are inactive: they need `use_vllm=True` and "
-                "`vllm_mode='colocate'`. This run is TRL's GRPOTrainer."
-            )
+            logger.warning(INACTIVE)
         with upstream.replaced_vllm_generation(generation) if self.speculative else nullcontext():
             super().__init__(
                 model=model,
@@ -130,7 +129,7 @@ class TLTGRPOTrainer(GRPOTrainer):
                 has_reward_model=any(isinstance(reward, torch.nn.Module) for reward in self.reward_funcs),
             )
         self._keeper = DrafterKeeper(
-            self.drafter,
+            generation.drafter,
             self.args,
             self.accelerator,
             self.online_drafter,
@@ -221,49 +220,21 @@ class TLTGRPOTrainer(GRPOTrainer):
 
     # ---- features --------------------------------------------------------------------------------------------------
 
-    @property
-    def _generate_every(self) -> int:
-        """Micro-steps of one generation, which serves `num_iterations` passes over `steps_per_generation` of them."""
-        return self.args.steps_per_generation * self.num_iterations
-
-    @property
-    def _has_scoring_pass(self) -> bool:
-        """Whether TRL runs the policy without gradients over every generation (its condition, word for word)."""
-        return self.args.gradient_accumulation_steps % self._generate_every != 0 or (
-            self.use_vllm and self.vllm_importance_sampling_correction
-        )
-
     def _generate_and_score_completions(self, inputs):
-        # The scoring pass is the first without gradients after a generation; the reference pass, which for PEFT runs
-        # on the same module with its adapters disabled, is the second and must not be recorded.
-        is_training = self.speculative and self.model.training
-        self._record_next_scoring_pass = is_training and self._has_scoring_pass
+        self.online_drafter.start_scoring(self.model.training)
         with self.timeline.interval(SCORING):
             output = super()._generate_and_score_completions(inputs)
-        if is_training:
-            metrics = self.online_drafter.pop_metrics() | self.vllm_generation.alarms.metrics()
-            self._append_metrics("train", metrics)
+        if self.speculative and self.model.training:
+            self._append_metrics("train", self.online_drafter.pop_metrics() | self.vllm_generation.alarms.metrics())
         return output
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
-        recording = nullcontext()
-        if self._should_record():
-            self._record_next_scoring_pass = False
-            prompt_length = input_ids.size(1) - logits_to_keep
-            step = self.state.global_step
-            recording = self.online_drafter.recording(input_ids, attention_mask, prompt_length, step)
-        with recording:
+        prompt_length = input_ids.size(1) - logits_to_keep
+        step = self.state.global_step
+        with self.online_drafter.recording(input_ids, attention_mask, prompt_length, step, self._step):
             return super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
             )
-
-    def _should_record(self) -> bool:
-        if not (self.speculative and self.model.training):
-            return False
-        if self._has_scoring_pass:
-            return self._record_next_scoring_pass and not torch.is_grad_enabled()
-        # Without a scoring pass the features come from the loss, in the first of `num_iterations` passes only.
-        return torch.is_grad_enabled() and self._step % self._generate_every < self.args.steps_per_generation
 
     # ---- saving ----------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from typing import Any
 
 
 class StepOutcome(Enum):
@@ -92,9 +93,8 @@ class TrainingReport:
 
     def __add__(self, other: TrainingReport) -> TrainingReport:
         mine, others = self.numbers(), other.numbers()
-        merged = {
-            name: max(mine[name], others[name]) if name in MAXIMA else mine[name] + others[name] for name in mine
-        }
+        merged: dict[str, Any] = {name: mine[name] + others[name] for name in mine}
+        merged |= {name: max(mine[name], others[name]) for name in MAXIMA}
         names = dict.fromkeys([*self.metric_sums, *other.metric_sums])
         sums = {name: self.metric_sums.get(name, 0.0) + other.metric_sums.get(name, 0.0) for name in names}
         return TrainingReport(**merged, metric_sums=sums)

@@ -23,7 +23,7 @@ class GoodState:
         self._parameters = list(model.parameters())
         self._optimizer = optimizer
         self._kept: list[Tensor] = []
-        self._counters = (0, 0)
+        self._counters: tuple[int, ...] = ()
 
     @property
     def is_empty(self) -> bool:

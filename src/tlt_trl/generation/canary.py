@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ VOCAB_SIZE = 32
 NUM_REQUESTS = 10_000
 NUM_DRAFT_TOKENS = 3
 TEMPERATURES = (0.7, 1.0)
-FILTERS = ({}, {"top_p": 0.9}, {"top_k": 20})
+FILTERS: tuple[dict[str, Any], ...] = ({}, {"top_p": 0.9}, {"top_k": 20})
 FALSE_ALARM_RATE = 1e-6  # of the whole canary, over its random draws (the seed is fixed all the same)
 SAMPLER_LOGPROB_TOLERANCE = 1e-3  # same float32 logits, two formulas
 # Two passes over the same tokens in different shapes: bfloat16 rounds each hidden state to 8 bits.

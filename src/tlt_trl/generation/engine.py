@@ -48,7 +48,7 @@ class RolloutEngine:
             Policy and drafter inside the engine.
         proposer ([`~tlt_trl.vllm_internals.proposer.SteeredProposer`], *optional*):
             `None` in a plain engine.
-        lookup ([`LookupDrafter`], *optional*):
+        lookup ([`LookupDrafter`]):
             Where strategies of the method "ngram" look their draft tokens up.
         repeats_seeds (`bool`):
             Whether every step drafts the same number of tokens greedily, so that a request with a seed gives the same
@@ -72,12 +72,13 @@ class RolloutEngine:
         # A drafter that cannot be deferred would run in every step all the same, and an asynchronous scheduler never
         # has a step's tokens in time.
         self.can_look_up = parts.can_defer and not parts.is_asynchronous
-        self._scheduler = SteeredScheduler(parts.scheduler, max_draft_tokens, self.can_look_up, self._apply)
+        on_choice = self.proposer.use if self.proposer is not None else lambda strategy: None
+        self._scheduler = SteeredScheduler(parts.scheduler, max_draft_tokens, self.can_look_up, on_choice)
         self._scheduler.look_up = self._look_up
         self._scheduler.is_exact = self._is_exact
         self.repeats_seeds = False
         self._warned_of: set[str] = set()
-        self.lookup: LookupDrafter | None = None
+        self.lookup = LookupDrafter()
         process_tokens_one_by_one(parts.llm_engine)
         if parts.is_cpu and fast_cpu_sampling:
             cpu.sample_by_inversion(parts.sampler)
@@ -123,9 +124,6 @@ class RolloutEngine:
     @choose.setter
     def choose(self, choose: Callable[[int], Strategy]) -> None:
         self._scheduler.choose = choose
-
-    def _apply(self, strategy: Strategy) -> None:
-        self.proposer.use(strategy)
 
     def _look_up(self, request_id, prompt, answer, num_draft_tokens) -> list[int]:
         return self.lookup.propose(request_id, prompt, answer, num_draft_tokens)

@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -31,6 +31,7 @@ from .engine import RolloutEngine
 from .policy_checks import check_policy
 from .policy_mark import PolicyMark
 from .rollout_loop import RolloutLoop
+from .sampling_parameters import check_sampling_parameters
 
 
 if TYPE_CHECKING:
@@ -86,6 +87,8 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
         train_dataset: Iterable[dict[str, Any]] | None,
         **kwargs: Any,
     ):
+        parameters = {"min_p": args.min_p} | (args.generation_kwargs or {})
+        check_sampling_parameters(parameters, "in the config", adaptive=not args.repeats_seeds)
         self.args = args
         self.alarms = Alarms()
         self.timeline: Timeline | NoTimeline = NoTimeline()
@@ -152,7 +155,7 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
     def _build_llm(self, drafter_dir: str, llm_class, **trl_kwargs):
         """TRL's engine with a drafter; `vllm_engine_kwargs` have the last word."""
         args = self.args
-        kwargs = trl_kwargs | (args.vllm_engine_kwargs or {})
+        kwargs = trl_kwargs | cast(dict, args.vllm_engine_kwargs or {})  # a command line's text is a dict by now
         if self.accelerator.device.type == "cuda":
             self._plan_cuda_graphs(kwargs)
         longest = args.max_draft_tokens

@@ -63,7 +63,8 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     Flat views of the tensors, or of parts of large ones, grouped for one collective each: a drafter has a few dozen
     tensors, most of them small.
     """
-    bucket, room = [], BUCKET_ELEMENTS
+    bucket: list[Tensor] = []
+    room = BUCKET_ELEMENTS
     for tensor in tensors:
         for part in tensor.detach().view(-1).split(BUCKET_ELEMENTS):
             if len(part) > room:

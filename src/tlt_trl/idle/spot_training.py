@@ -162,8 +162,9 @@ class BackgroundTraining:
     def _stop(self) -> None:
         stopped = time.perf_counter()
         self._stop_signal.set()
-        self._thread.join()
-        self._thread = None
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
         idle_s, latency_s = stopped - self._started_s, time.perf_counter() - stopped
         # No result: the thread has died, with a traceback. Raising here would hide an error of what ran meanwhile.
         result = TrainingReport(failures=1) if self._result is None else self._result

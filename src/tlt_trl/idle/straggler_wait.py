@@ -57,7 +57,7 @@ class StragglerWait:
         self._watched_store = self._store.clone()
         self._round = 0
         self._finished = threading.Event()
-        self.finished_at_s: float | None = None  # `time.perf_counter()` when the last rank was seen to be done
+        self.finished_at_s = 0.0  # `time.perf_counter()` when the last rank was seen to be done; meaningless before
         self._failure: str | None = None
         self._watcher: threading.Thread | None = None
 
@@ -65,7 +65,7 @@ class StragglerWait:
         """Tells all ranks that this one has no unfinished sample left, and begins to watch for the others."""
         self._round += 1
         self._finished.clear()
-        self.finished_at_s, self._failure = None, None
+        self._failure = None
         try:
             self._announce_round()
         except DistError as error:

@@ -63,8 +63,8 @@ class StepLedger:
             predicted += tokens / rate
             off += tokens / off_rate
             best += tokens / max(rate for rate in rates if rate is not None)
-        steps = {str(s): float(count) for s, count in zip(self.selector.strategies, self._steps, strict=True)}
-        return steps | {"measured_s": measured, "predicted_s": predicted, "off_s": off, "best_s": best}
+        counts = {str(s): float(count) for s, count in zip(self.selector.strategies, self._steps, strict=True)}
+        return counts | {"measured_s": measured, "predicted_s": predicted, "off_s": off, "best_s": best}
 
     def choices(self) -> list[tuple[int, int, Strategy]]:
         """

@@ -21,7 +21,7 @@ class EngineParts:
         llm_engine: Takes requests and steps.
         core: Has the queue of steps that an asynchronous scheduler has run ahead.
         scheduler, worker, runner: Of the only worker in this process.
-        proposer: vLLM's drafter; `None` in an engine without a speculative configuration.
+        proposer: vLLM's drafter.
     """
 
     llm_engine: Any
@@ -29,7 +29,7 @@ class EngineParts:
     scheduler: Any
     worker: Any
     runner: Any
-    proposer: Any | None
+    proposer: Any  # `None` in an engine without a speculative configuration
 
     @classmethod
     def of(cls, llm: "LLM") -> "EngineParts":
@@ -57,7 +57,8 @@ class EngineParts:
         return self.worker.vllm_config
 
     @property
-    def speculative_config(self) -> Any | None:
+    def speculative_config(self) -> Any:
+        """`None` in a plain engine."""
         return self.config.speculative_config
 
     @property
