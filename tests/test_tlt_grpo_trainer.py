@@ -4,7 +4,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +15,7 @@ from transformers import AutoConfig
 from trl import GRPOConfig, GRPOTrainer
 
 from tlt_trl import Drafter, TLTGRPOConfig, TLTGRPOTrainer
+from tlt_trl.online_drafter import InactiveOnlineDrafter
 
 from .conftest import ROOT, environment_of_its_own, save_tiny_policy
 from .tolerance import logprob_tolerance
@@ -90,13 +91,14 @@ class TestWithoutVLLM:
         trainer = TLTGRPOTrainer(tiny_policy_dir, text_reward, args, prompts(), eval_dataset=prompts(4))
         inside = []
 
-        @contextmanager
-        def evaluating():
-            inside.append(True)
-            yield
-            inside.append(False)
+        class Listening(InactiveOnlineDrafter):
+            @contextmanager
+            def evaluating(self):
+                inside.append(True)
+                yield
+                inside.append(False)
 
-        trainer.online_drafter = SimpleNamespace(evaluating=evaluating, **dict.fromkeys(("paused",), nullcontext))
+        trainer.online_drafter = Listening()
         trainer.evaluate()
         assert inside == [True, False]
 

@@ -85,9 +85,9 @@ class PassToRecord:
     Which of the policy's forward passes the features are taken from.
 
     TRL scores a generation without gradients where it needs the log-probs of the policy that sampled it (its
-    condition, word for word). That pass is the first one after a generation; the reference pass, which for PEFT runs on the same
-    module with its adapters disabled, is the second and must not be recorded. Where nothing is scored the features
-    come from the loss, in the first of `num_iterations` passes over a generation only.
+    condition, word for word). That pass is the first one after a generation; the reference pass, which for PEFT runs
+    on the same module with its adapters disabled, is the second and must not be recorded. Where nothing is scored the
+    features come from the loss, in the first of `num_iterations` passes over a generation only.
 
     Args:
         steps_per_generation, num_iterations, gradient_accumulation_steps (`int`):

@@ -221,17 +221,20 @@ class TLTGRPOTrainer(GRPOTrainer):
     # ---- features --------------------------------------------------------------------------------------------------
 
     def _generate_and_score_completions(self, inputs):
-        self.online_drafter.start_scoring(self.model.training)
+        is_training = self.speculative and self.model.training
+        self.online_drafter.start_scoring(is_training)
         with self.timeline.interval(SCORING):
             output = super()._generate_and_score_completions(inputs)
-        if self.speculative and self.model.training:
+        if is_training:
             self._append_metrics("train", self.online_drafter.pop_metrics() | self.vllm_generation.alarms.metrics())
         return output
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
-        prompt_length = input_ids.size(1) - logits_to_keep
-        step = self.state.global_step
-        with self.online_drafter.recording(input_ids, attention_mask, prompt_length, step, self._step):
+        recording = nullcontext()
+        if self.speculative:
+            prompt_length, step = input_ids.size(1) - logits_to_keep, self.state.global_step
+            recording = self.online_drafter.recording(input_ids, attention_mask, prompt_length, step, self._step)
+        with recording:
             return super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
             )

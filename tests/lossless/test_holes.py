@@ -23,9 +23,8 @@ from torch import Tensor
 
 from tlt_trl import TLTGRPOConfig
 from tlt_trl.generation.rollout_loop import RolloutLoop
-from tlt_trl.generation.sampling_parameters import REFUSED_PARAMETERS, check_sampling_parameters
+from tlt_trl.generation.sampling_parameters import REFUSED_PARAMETERS, check_sampling_config, check_sampling_parameters
 from tlt_trl.strategy import Strategy, make_selector
-from tlt_trl.tlt_grpo_trainer import _check_sampling
 
 
 pytest.importorskip("vllm")
@@ -140,9 +139,11 @@ def test_seeds_are_refused_with_probabilistic_drafts(under_test, tmp_path):
     ]
     assert runs[0].token_ids != runs[1].token_ids
     options = {"speculation_selector": "fixed", "generation_kwargs": {"seed": 0}, "use_cpu": True}
-    _check_sampling(TLTGRPOConfig(str(tmp_path), **options))
+    check_sampling_config(TLTGRPOConfig(str(tmp_path), **options))
     with pytest.raises(ValueError, match="`seed=0`.*without probabilistic drafts"):
-        _check_sampling(TLTGRPOConfig(str(tmp_path), speculation_strategies=["eagle3 x3 probabilistic"], **options))
+        check_sampling_config(
+            TLTGRPOConfig(str(tmp_path), speculation_strategies=["eagle3 x3 probabilistic"], **options)
+        )
 
 
 def test_an_interrupted_rollout_leaves_nothing_behind(under_test, monkeypatch):

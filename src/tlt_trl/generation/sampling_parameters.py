@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vllm import SamplingParams
 
+    from ..tlt_grpo_config import TLTGRPOConfig
+
 
 # Parameters that vLLM does not honour while it speculates: the value that means "unset", and what to do instead.
 # tests/lossless/test_sampling_parameters.py has one test per parameter against a plain run; what fails there is here.
@@ -53,6 +55,12 @@ HONOURED_PARAMETERS = (
     "structured_outputs",
     "logprobs",
 )
+
+
+def check_sampling_config(args: "TLTGRPOConfig") -> None:
+    """Refuses a config whose sampling, in training or evaluation, the engine would not honour under speculation."""
+    parameters = {"min_p": args.min_p} | (args.generation_kwargs or {})
+    check_sampling_parameters(parameters, "in the config", adaptive=not args.repeats_seeds)
 
 
 def check_sampling_parameters(parameters: Mapping[str, Any], source: str, adaptive: bool = True) -> None:

@@ -31,7 +31,7 @@ from .engine import RolloutEngine
 from .policy_checks import check_policy
 from .policy_mark import PolicyMark
 from .rollout_loop import RolloutLoop
-from .sampling_parameters import check_sampling_parameters
+from .sampling_parameters import check_sampling_config
 
 
 if TYPE_CHECKING:
@@ -87,8 +87,7 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
         train_dataset: Iterable[dict[str, Any]] | None,
         **kwargs: Any,
     ):
-        parameters = {"min_p": args.min_p} | (args.generation_kwargs or {})
-        check_sampling_parameters(parameters, "in the config", adaptive=not args.repeats_seeds)
+        check_sampling_config(args)
         self.args = args
         self.alarms = Alarms()
         self.timeline: Timeline | NoTimeline = NoTimeline()
