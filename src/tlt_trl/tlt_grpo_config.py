@@ -42,12 +42,12 @@ class TLTGRPOConfig(GRPOConfig):
             speculation off where it does not pay; `'fixed'` never explores and can lose at large batches.
         speculation_strategies (`list[str]`, *optional*):
             Strategies to choose from: a method and a number of draft tokens, such as `'eagle3 x3'` (the drafter),
-            `'eagle3 x3 probabilistic'` (draft tokens sampled, not the best ones; accepted more often at high
-            temperature, slower to draft) or `'ngram x4'` (tokens looked up in earlier answers to the same prompt;
-            needs synchronous scheduling). All are lossless. Decoding without drafts is always a choice; each further
-            one costs some exploration, and the longest sizes the engine's buffers and the drafter's training. `None`
-            means `['eagle3 x1', 'eagle3 x2', 'eagle3 x3', 'eagle3 x5', 'ngram x4']`, and `['eagle3 x3']` with
-            `speculation_selector='fixed'`, which takes exactly one.
+            `'eagle3 x3 probabilistic'` (draft tokens sampled, not the best ones; slower to draft, and accepted more
+            often where the drafter knows the policy's distribution well) or `'ngram x4'` (tokens looked up in earlier
+            answers to the same prompt; needs synchronous scheduling). All are lossless. Decoding without drafts is
+            always a choice; each further one costs some exploration, and the longest sizes the engine's buffers and
+            the drafter's training. `None` means `['eagle3 x1', 'eagle3 x2', 'eagle3 x3', 'eagle3 x5', 'ngram x4']`,
+            and `['eagle3 x3']` with `speculation_selector='fixed'`, which takes exactly one.
         speculation_activation_threshold (`int`, *optional*):
             Largest number of running requests at which speculation is on (TLT uses 32); only with
             `speculation_selector='fixed'`. `None` keeps it on always.
@@ -129,12 +129,13 @@ class TLTGRPOConfig(GRPOConfig):
         default=None,
         metadata={
             "help": "Strategies to choose from: a method and a number of draft tokens, such as `'eagle3 x3'` (the "
-            "drafter), `'eagle3 x3 probabilistic'` (draft tokens sampled, not the best ones; accepted more often at "
-            "high temperature, slower to draft) or `'ngram x4'` (tokens looked up in earlier answers to the same "
-            "prompt; needs synchronous scheduling). All are lossless. Decoding without drafts is always a choice; "
-            "each further one costs some exploration, and the longest sizes the engine's buffers and the drafter's "
-            "training. `None` means `['eagle3 x1', 'eagle3 x2', 'eagle3 x3', 'eagle3 x5', 'ngram x4']`, and "
-            "`['eagle3 x3']` with `speculation_selector='fixed'`, which takes exactly one."
+            "drafter), `'eagle3 x3 probabilistic'` (draft tokens sampled, not the best ones; slower to draft, and "
+            "accepted more often where the drafter knows the policy's distribution well) or `'ngram x4'` (tokens "
+            "looked up in earlier answers to the same prompt; needs synchronous scheduling). All are lossless. "
+            "Decoding without drafts is always a choice; each further one costs some exploration, and the longest "
+            "sizes the engine's buffers and the drafter's training. `None` means `['eagle3 x1', 'eagle3 x2', "
+            "'eagle3 x3', 'eagle3 x5', 'ngram x4']`, and `['eagle3 x3']` with `speculation_selector='fixed'`, which "
+            "takes exactly one."
         },
     )
     speculation_activation_threshold: int | None = field(

@@ -202,7 +202,7 @@ def draw_timelines(
     axes.set_yticks(range(len(timelines)), [f"rank {timeline.rank}" for timeline in timelines])
     axes.invert_yaxis()
     error_ms = 1000 * max(timeline.zero_error_s for timeline in timelines)
-    axes.set_xlabel(f"seconds since the start (zeros of the ranks agree within {error_ms:.1f} ms)")
+    axes.set_xlabel(f"seconds since the start (rank clocks aligned to within {error_ms:.1f} ms)")
     handles = [Patch(color=color, label=name) for name, color in COLORS.items()]
     figure.legend(handles=handles, loc="outside upper center", ncols=len(COLORS), frameon=False, fontsize=9)
     figure.savefig(output, dpi=110)

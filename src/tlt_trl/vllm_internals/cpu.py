@@ -2,7 +2,7 @@
 Repairs of vLLM's CPU backend, loaded in every engine process through the `vllm.general_plugins` entry point.
 
 Each repair names the fault, is skipped when the installed vLLM no longer shows it, and has a test that fails without
-it (tests/generation/test_cpu_backend.py). `TLT_TRL_SKIP_CPU_REPAIRS=1` leaves the backend as it is; it exists so that
+it (tests/vllm_internals/test_cpu.py). `TLT_TRL_SKIP_CPU_REPAIRS=1` leaves the backend as it is; it exists so that
 tests can prove that the faults are caught, never for training.
 """
 
