@@ -32,7 +32,7 @@ def make_keeper(policy, output_dir, rank=0, drafter=None, **options):
         make_selector("fixed", [Strategy("eagle3", 2)], 4),
         Alarms(),
         policy_config=policy.config,
-        policy_hub_id=None,
+        policy_hub_id=lambda: None,
         state=TrainerState,
     )
 

@@ -102,6 +102,14 @@ class TestWithoutVLLM:
         trainer.evaluate()
         assert inside == [True, False]
 
+    def test_trainers_of_one_process_count_for_themselves(self, tiny_policy_dir, tmp_path):
+        first, second = (
+            TLTGRPOTrainer(tiny_policy_dir, text_reward, arguments(TLTGRPOConfig, tmp_path), prompts())
+            for _ in range(2)
+        )
+        first.online_drafter.load_state_dict({"tokens_trained": 5})
+        assert second.online_drafter.tokens_trained == TLTGRPOTrainer.online_drafter.tokens_trained == 0
+
     def test_what_hooks_read_is_there_without_construction(self):
         # TRL's own tests make trainers without calling `__init__`, and are run with this class too.
         assert TLTGRPOTrainer.speculative is False and TLTGRPOTrainer.online_drafter.pop_metrics() == {}

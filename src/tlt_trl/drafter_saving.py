@@ -17,7 +17,7 @@ from transformers.trainer_utils import rotate_checkpoints
 from .drafter.checkpoint import PROVENANCE_NAME, DrafterSnapshot, run_facts
 from .drafter.hub import BackgroundPusher, acceptance_history, positions, push_snapshot, write_model_card
 from .drafter.modeling_drafter import Drafter
-from .drafter.training_state import FOLDER_NAME, CheckpointWriter, cpu_copy, load_training_state, what_is_missing
+from .drafter.training_state import FOLDER_NAME, CheckpointWriter, load_training_state, what_is_missing
 from .online_drafter import InactiveOnlineDrafter, OnlineDrafter
 from .strategy import Selector
 from .telemetry.alarms import Alarms
@@ -44,8 +44,8 @@ class DrafterKeeper:
             What else of this rank is saved in a checkpoint.
         policy_config ([`~transformers.PretrainedConfig`]):
             Configuration of the policy, which a loaded drafter must fit.
-        policy_hub_id (`str`, *optional*):
-            Repository of the policy; only the first rank, which does the pushing, knows it.
+        policy_hub_id (`Callable[[], str | None]`):
+            Repository of the policy. Only the first rank, which does the pushing, knows it, and only once it is made.
         state (`Callable[[], TrainerState]`):
             State of the run.
     """
@@ -59,7 +59,7 @@ class DrafterKeeper:
         selector: Selector,
         alarms: Alarms,
         policy_config: PretrainedConfig,
-        policy_hub_id: str | None,
+        policy_hub_id: Callable[[], str | None],
         state: Callable[[], TrainerState],
     ):
         self.drafter = drafter
@@ -105,7 +105,7 @@ class DrafterKeeper:
         policy = self._policy_config
         facts = {
             # A policy that is pushed is the one the drafter fits, not the one the run began with.
-            "policy": self._policy_hub_id or policy.name_or_path,
+            "policy": self._policy_hub_id() or policy.name_or_path,
             "policy_trained_from": policy.name_or_path,
             "policy_revision": policy._commit_hash,
             "policy_steps": self._state().global_step,
@@ -228,7 +228,7 @@ class DrafterKeeper:
         return {
             "selector": json.dumps(self._selector.state_dict()),
             "alarms": self._alarms.state_dict(),
-            "online_drafter": cpu_copy(self._online.state_dict()),
+            "online_drafter": self._online.state_dict(),
         }
 
     def load_best(self, checkpoint: str) -> None:

@@ -15,6 +15,7 @@ from .drafter.feature_buffer import FeatureBuffer
 from .drafter.features import FeatureRecorder
 from .drafter.modeling_drafter import Drafter
 from .drafter.training_report import MAXIMA, TrainingReport
+from .drafter.training_state import cpu_copy
 from .generation.speculative_generation import SpeculativeVLLMGeneration
 from .idle.averaging import average_by_tokens, check_identical
 from .idle.spot_training import MAX_STEP_S, BackgroundTraining, PolicyCopy, train_safely, train_until_all_finished
@@ -311,9 +312,12 @@ class OnlineDrafter:
         return training_metrics(total, self._accelerator.num_processes, unroll_steps)
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank needs beside the weights to go on as if it had not been interrupted."""
+        """
+        What this rank needs beside the weights to go on as if it had not been interrupted. It stays as it is when
+        training goes on, so that it can be written later than it is taken.
+        """
         return {
-            "trainer": self.trainer.state_dict(),
+            "trainer": cpu_copy(self.trainer.state_dict()),
             "buffer": self.buffer.state_dict(),
             "time_budget": self.time_budget.state_dict(),
             "tokens_trained": self.tokens_trained,

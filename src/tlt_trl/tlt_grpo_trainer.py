@@ -88,6 +88,7 @@ class TLTGRPOTrainer(GRPOTrainer):
             args = TLTGRPOConfig(f"{name.split('/')[-1]}-TLT")
         args = TLTGRPOConfig.from_grpo_config(args)
         self.speculative = args.use_vllm and args.vllm_mode == "colocate"
+        self.online_drafter = InactiveOnlineDrafter()  # not the class's, which would count for all trainers together
         if self.speculative:
             generation = functools.partial(
                 SpeculativeVLLMGeneration, args=args, drafter=drafter, train_dataset=train_dataset
@@ -136,7 +137,7 @@ class TLTGRPOTrainer(GRPOTrainer):
             generation.rollout_loop.selector,
             generation.alarms,
             policy_config=(self.model.get_base_model() if is_peft_model(self.model) else self.model).config,
-            policy_hub_id=self.hub_model_id,
+            policy_hub_id=lambda: self.hub_model_id,
             state=lambda: self.state,
         )
 

@@ -97,7 +97,7 @@ def drafter(make_drafter):
 
 
 HISTORY = [
-    {"step": step, "acceptance_length": 1.0 + 0.1 * step, "position_0": 0.5, "position_1": 0.25} for step in range(30)
+    {"step": step, "acceptance_length": 1.0 + 0.1 * step, "position_1": 0.5, "position_2": 0.25} for step in range(30)
 ]
 PROVENANCE = {"policy": "somebody/policy", "policy_steps": 29, "tokens_trained": 1234, "acceptance_length": 3.9}
 
@@ -219,10 +219,10 @@ class TestModelCard:
 
 def test_history_is_read_from_the_log():
     log = [
-        {"step": 1, "loss": 0.1, "tlt/acceptance_length": 1.5, "tlt/acceptance/position_0": 0.5},
+        {"step": 1, "loss": 0.1, "tlt/acceptance_length": 1.5, "tlt/acceptance/position_1": 0.5},
         {"step": 1, "eval_loss": 0.1},
     ]
-    assert acceptance_history(log) == [{"step": 1, "acceptance_length": 1.5, "position_0": 0.5}]
+    assert acceptance_history(log) == [{"step": 1, "acceptance_length": 1.5, "position_1": 0.5}]
 
 
 def test_from_pretrained_takes_a_folder(drafter, tmp_path):

@@ -75,7 +75,7 @@ def acceptance_history(log_history: Sequence[Mapping[str, Any]]) -> list[dict[st
 
     Returns:
         `list[dict[str, float]]`: For each log of training with rollouts, `step`, `acceptance_length` and the shares of
-        accepted draft tokens, `position_0` and so on.
+        accepted draft tokens, `position_1` and so on.
     """
     prefix = "tlt/acceptance/"
     return [
@@ -182,7 +182,7 @@ def _acceptance(history: Sequence[Mapping[str, float]]) -> str:
 
 
 def _ordinal(name: str) -> str:
-    return f"draft token {int(name.removeprefix('position_')) + 1}"
+    return f"draft token {name.removeprefix('position_')}"
 
 
 def _plot(history: Sequence[Mapping[str, float]], path: Path) -> None:

@@ -1,0 +1,59 @@
+"""The tiny policies and samples of the drafter's tests, and a drafter that is trained online."""
+
+from types import SimpleNamespace
+
+import pytest
+from tests.drafter.conftest import fill_buffer, make_drafter, make_policy, make_sample, policy  # noqa: F401
+
+from tlt_trl.drafter import DrafterTrainingArguments, FeatureBuffer
+from tlt_trl.idle.time_budget import TimeBudget
+from tlt_trl.online_drafter import OnlineDrafter, PassToRecord
+
+
+class Clock:
+    def __init__(self):
+        self.now_s = 100.0
+
+    def __call__(self):
+        return self.now_s
+
+
+def one_process():
+    """What is asked of accelerate in a run of a single process."""
+    return SimpleNamespace(
+        device="cpu",
+        num_processes=1,
+        process_index=0,
+        local_process_index=0,
+        is_main_process=True,
+        gather=lambda tensor: tensor,
+        wait_for_everyone=lambda: None,
+    )
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def make_online(policy, make_drafter, clock):  # noqa: F811
+    """An [`OnlineDrafter`] of one process, without features unless a buffer is given."""
+
+    def make(buffer=None, drafter=None, share=0.5, **kwargs):
+        heads = policy.get_input_embeddings().weight.detach(), policy.get_output_embeddings().weight.detach()
+        return OnlineDrafter(
+            make_drafter() if drafter is None else drafter,
+            policy,
+            one_process(),
+            DrafterTrainingArguments(unroll_steps=2, max_tokens_per_step=100),
+            FeatureBuffer(10_000) if buffer is None else buffer,
+            **{
+                "policy_copy": lambda: heads,
+                "pass_to_record": PassToRecord(1, 1, 1, corrects_importance=True),
+                "time_budget": TimeBudget(share, clock),
+            }
+            | kwargs,
+        )
+
+    return make
