@@ -16,28 +16,45 @@ from tlt_trl.idle.spot_training import (
 TARGET = ("embedding", "head")
 
 
+class Clock:
+    def __init__(self):
+        self.now_s = 100.0
+
+    def __call__(self):
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Time passes where a test lets it."""
+    clock = Clock()
+    monkeypatch.setattr("tlt_trl.idle.spot_training.time.perf_counter", clock)
+    return clock
+
+
 class ScriptedWait:
     """The last rank finishes after `seconds`."""
 
-    def __init__(self, seconds):
-        self.ends_s = time.perf_counter() + seconds
+    def __init__(self, clock, seconds):
+        self.clock = clock
+        self.ends_s = clock() + seconds
         self.finished_at_s = None
         self.joined = False
 
     def all_finished(self):
-        if time.perf_counter() >= self.ends_s:
+        if self.clock() >= self.ends_s:
             self.finished_at_s = self.ends_s
         return self.finished_at_s is not None
 
     def join(self):
-        time.sleep(max(0.0, self.ends_s - time.perf_counter()))
+        self.clock.now_s = max(self.clock.now_s, self.ends_s)
         self.finished_at_s = self.ends_s
         self.joined = True
 
 
 class ScriptedTrainer:
-    def __init__(self, step_s, has_data=True):
-        self.step_s, self.has_data, self.max_step_s = step_s, has_data, None
+    def __init__(self, clock, step_s, has_data=True):
+        self.clock, self.step_s, self.has_data, self.max_step_s = clock, step_s, has_data, None
 
     def set_policy(self, embedding, head):
         assert (embedding, head) == TARGET
@@ -47,40 +64,41 @@ class ScriptedTrainer:
 
     def train_for(self, budget_s, stop, max_step_s):
         self.max_step_s = max_step_s
-        started, steps = time.perf_counter(), 0
+        steps = 0
         while self.has_data and not stop():
-            time.sleep(self.step_s)
+            self.clock.now_s += self.step_s
             steps += 1
-        seconds = time.perf_counter() - started
+        seconds = steps * self.step_s
         return TrainingReport(steps=steps, time_s=seconds, step_time_s=seconds, tokens=steps)
 
 
-def test_trains_through_the_whole_wait_and_stops_after_one_step():
-    wait, trainer = ScriptedWait(0.5), ScriptedTrainer(step_s=0.02)
+def test_trains_through_the_whole_wait_and_stops_after_one_step(clock):
+    wait, trainer = ScriptedWait(clock, 0.5), ScriptedTrainer(clock, step_s=0.0625)
     report = train_until_all_finished(trainer, wait, TARGET)
     assert wait.joined and trainer.max_step_s == MAX_STEP_S
-    assert report.steps >= 10
-    assert report.idle_used_s > 0.9 * report.idle_s
-    assert 0.0 <= report.stop_latency_s < 0.1
+    assert (report.steps, report.idle_s, report.idle_used_s, report.stop_latency_s) == (8, 0.5, 0.5, 0.0)
 
 
-def test_without_data_it_only_waits():
-    wait = ScriptedWait(0.2)
-    report = train_until_all_finished(ScriptedTrainer(0.02, has_data=False), wait, TARGET)
+def test_what_outlives_the_wait_is_not_idle_time(clock):
+    report = train_until_all_finished(ScriptedTrainer(clock, step_s=0.375), ScriptedWait(clock, 0.5), TARGET)
+    assert (report.steps, report.idle_s, report.idle_used_s, report.stop_latency_s) == (2, 0.5, 0.5, 0.25)
+
+
+def test_without_data_it_only_waits(clock):
+    wait = ScriptedWait(clock, 0.25)
+    report = train_until_all_finished(ScriptedTrainer(clock, 0.02, has_data=False), wait, TARGET)
     assert wait.joined and report.steps == 0
-    assert report.idle_s > 0.15 and report.idle_used_s < 1e-3
-    assert report.stop_latency_s == 0.0
+    assert (report.idle_s, report.idle_used_s, report.stop_latency_s) == (0.25, 0.0, 0.0)
 
 
-def test_the_last_rank_does_not_train():
-    wait = ScriptedWait(-1.0)
-    report = train_until_all_finished(ScriptedTrainer(0.02), wait, TARGET)
+def test_the_last_rank_does_not_train(clock):
+    report = train_until_all_finished(ScriptedTrainer(clock, 0.02), ScriptedWait(clock, -1.0), TARGET)
     assert report.steps == 0 and report.idle_s == 0.0
 
 
 class FailingTrainer(ScriptedTrainer):
-    def __init__(self):
-        super().__init__(0.01)
+    def __init__(self, clock):
+        super().__init__(clock, 0.01)
         self.restored = self.ended = False
 
     def train_for(self, budget_s, stop, max_step_s):
@@ -93,8 +111,8 @@ class FailingTrainer(ScriptedTrainer):
         self.ended = True
 
 
-def test_an_exception_ends_the_training_and_not_the_run(caplog):
-    wait, trainer = ScriptedWait(0.2), FailingTrainer()
+def test_an_exception_ends_the_training_and_not_the_run(clock, caplog):
+    wait, trainer = ScriptedWait(clock, 0.2), FailingTrainer(clock)
     report = train_until_all_finished(trainer, wait, TARGET)
     assert wait.joined and trainer.restored and trainer.ended
     assert report.failures == 1.0 and report.tokens == report.steps == 0.0
@@ -147,18 +165,20 @@ class TestFaultsOfTheRealTrainer:
     def test_losses_that_are_not_finite_change_nothing_and_end_the_period(self, trainer, target):
         train_safely(trainer, target, budget_s=0.1)
         before = self.state(trainer)
-        started = time.perf_counter()
         report = train_safely(trainer, (target[0], torch.full_like(target[1], float("nan"))), budget_s=30.0)
         assert report.dropped_batches == 3.0 and report.steps == 0.0
-        assert time.perf_counter() - started < 5.0
         assert all(map(torch.equal, before, self.state(trainer)))
 
-    def test_stops_within_the_longest_step(self, trainer, target):
-        wait = ScriptedWait(1.0)
-        report = train_until_all_finished(trainer, wait, target)
-        assert report.steps > 5
-        assert report.stop_latency_s < 0.1
-        assert report.idle_used_s > 0.8 * report.idle_s
+    def test_a_step_is_abandoned_as_soon_as_it_is_told_to_stop(self, trainer, target):
+        answers = []
+
+        def stop():
+            answers.append(len(answers) >= 30)
+            return answers[-1]
+
+        report = train_safely(trainer, target, stop=stop, max_step_s=MAX_STEP_S)
+        assert report.steps > 0 and report.steps == trainer.steps
+        assert answers.count(True) <= 2  # inside the step, and between two of them
         assert all(parameter.grad is None for parameter in trainer.drafter.parameters())
 
 
@@ -185,9 +205,8 @@ class TestBackgroundTraining:
             time.sleep(0.5)
         assert torch.equal(torch.get_rng_state(), before)
         (report,) = reports
-        assert report.steps > 2 and trainer.steps == report.steps
-        assert 0.4 < report.idle_s < 1.0 and report.idle_used_s > 0.7 * report.idle_s
-        assert report.stop_latency_s < 0.2
+        assert trainer.steps == report.steps > 0
+        assert 0.0 < report.idle_used_s <= report.idle_s
 
     def test_does_not_train_while_it_is_paused(self, trainer, target):
         background, reports = self.make(trainer, target)
