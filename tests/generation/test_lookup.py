@@ -93,9 +93,7 @@ def test_old_answers_of_every_prompt_are_forgotten():
         for prompt in (PROMPT, other):
             drafter.remember(prompt, [answer, answer + 1, answer + 2, answer + 3])
         drafter.start_rollout()
-        histories = drafter._histories.values()
-        assert drafter.num_tokens == sum(len(text.tokens) for history in histories for text in history.texts)
-        assert all(history.num_tokens <= 40 for history in histories)
+        assert drafter.num_tokens <= 2 * 40
     for prompt in (PROMPT, other):
         assert drafter.propose("a" + str(prompt), prompt, [196, 197], 2) == [198, 199]
         assert drafter.propose("b" + str(prompt), prompt, [100, 101], 2) == []
