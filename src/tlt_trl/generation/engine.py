@@ -15,6 +15,7 @@ import torch
 from ..strategy.strategy import Strategy
 from ..vllm_internals import cpu, probes
 from ..vllm_internals.contract import check_vllm_version
+from ..vllm_internals.cpu_verification import verify_in_one_pass
 from ..vllm_internals.outputs import process_tokens_one_by_one
 from ..vllm_internals.parts import EngineParts
 from ..vllm_internals.proposer import SteeredProposer
@@ -40,8 +41,9 @@ class RolloutEngine:
             Engine built in this process (`distributed_executor_backend="external_launcher"`), with or without a
             `speculative_config`, that no other `RolloutEngine` drives.
         fast_cpu_sampling (`bool`, *optional*, defaults to `True`):
-            On CPU, let this engine sample by [`~tlt_trl.vllm_internals.cpu.sample_by_inversion`]. `False` keeps vLLM's
-            sampler, to measure what speculation alone gains.
+            On CPU, let this engine sample by [`~tlt_trl.vllm_internals.cpu.sample_by_inversion`] and verify by
+            [`~tlt_trl.vllm_internals.cpu_verification.verify`]. `False` keeps vLLM's samplers, to measure what
+            speculation alone gains.
 
     Attributes:
         weights ([`~tlt_trl.vllm_internals.weights.EngineWeights`]):
@@ -82,6 +84,8 @@ class RolloutEngine:
         process_tokens_one_by_one(parts.llm_engine)
         if parts.is_cpu and fast_cpu_sampling:
             cpu.sample_by_inversion(parts.sampler)
+            if self.proposer is not None:
+                verify_in_one_pass(parts.verifier)
 
     @property
     def device(self) -> torch.device:

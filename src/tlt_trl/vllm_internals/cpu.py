@@ -157,7 +157,7 @@ def sample_recovered_tokens(
         start += count
     if draft_probs is not None:
         residual = (target_probs - draft_probs).clamp_min_(0.0)
-        return _invert(residual.cumsum(dim=-1, dtype=torch.float64), uniform).to(draft_token_ids.dtype)
+        return invert(residual.cumsum(dim=-1, dtype=torch.float64), uniform).to(draft_token_ids.dtype)
     # Greedy drafts: the policy's distribution without the draft token. Its mass is jumped over instead of removed,
     # which saves a copy of the distributions.
     cumulative = target_probs.cumsum(dim=-1, dtype=torch.float64)
@@ -187,12 +187,13 @@ def sample_by_inversion(sampler) -> None:
             return stock_forward(logits, generators, k, p)
         logprobs = apply_top_k_top_p(logits, k, p).log_softmax(dim=-1, dtype=torch.float32)
         uniform = torch.rand(len(logprobs), dtype=torch.float64, device=logprobs.device)
-        return _invert(logprobs.exp().cumsum(dim=-1, dtype=torch.float64), uniform), logprobs
+        return invert(logprobs.exp().cumsum(dim=-1, dtype=torch.float64), uniform), logprobs
 
     stock_forward = replace(sampler, "forward", forward)
 
 
-def _invert(cumulative: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+def invert(cumulative: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """One token of each row, drawn by inverting its cumulative mass, shape (num_rows, vocab_size)."""
     return _search(cumulative, uniform[:, None] * cumulative[:, -1:])
 
 

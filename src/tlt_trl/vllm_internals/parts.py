@@ -111,6 +111,11 @@ class EngineParts:
         """The module that draws tokens from filtered logits."""
         return require(self.runner, "sampler.topk_topp_sampler")
 
+    @property
+    def verifier(self) -> Any:
+        """The module that accepts or rejects draft tokens."""
+        return require(self.runner, "rejection_sampler")
+
     def has_grammar(self) -> bool:
         """Whether a running request has structured outputs."""
         return any(request.use_structured_output for request in self.scheduler.running)

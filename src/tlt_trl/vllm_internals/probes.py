@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..strategy.strategy import Strategy
-from .contract import require
 from .parts import EngineParts
 from .scheduler import SteeredScheduler
 
@@ -26,17 +25,18 @@ def rejection_sample(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Runs the engine's own rejection sampler on given logits, see [`RolloutEngine.rejection_sample`]."""
     batch_size, num_positions, vocab_size = logits.shape
-    output = require(parts.runner, "rejection_sampler")(
-        _draft_metadata(draft_token_ids, num_positions),
+    output = parts.verifier(
+        draft_metadata(draft_token_ids, num_positions),
         None if draft_probs is None else draft_probs.reshape(-1, vocab_size).contiguous(),
         logits.reshape(-1, vocab_size).float().contiguous(),
-        _sampling_metadata(temperature, top_p, top_k),
+        sampling_metadata(temperature, top_p, top_k),
     )
     logprobs = output.logprobs_tensors.logprobs[:, 0].view(batch_size, num_positions)
     return output.sampled_token_ids.long(), logprobs
 
 
-def _draft_metadata(draft_token_ids: torch.Tensor, num_positions: int) -> Any:
+def draft_metadata(draft_token_ids: torch.Tensor, num_positions: int) -> Any:
+    """What vLLM says of draft tokens, shape (batch_size, num_positions - 1), when it verifies them."""
     from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
     batch_size, device = len(draft_token_ids), draft_token_ids.device
@@ -52,7 +52,8 @@ def _draft_metadata(draft_token_ids: torch.Tensor, num_positions: int) -> Any:
     )
 
 
-def _sampling_metadata(temperature: torch.Tensor, top_p: float, top_k: int) -> Any:
+def sampling_metadata(temperature: torch.Tensor, top_p: float, top_k: int) -> Any:
+    """What vLLM says of the sampling of a batch; `temperature` has shape (batch_size,)."""
     from vllm.v1.sample.logits_processor import LogitsProcessors
     from vllm.v1.sample.metadata import SamplingMetadata
 
