@@ -13,6 +13,12 @@ IOMP := $(wildcard $(VENV)/lib/libiomp5.so)
 TCMALLOC := $(shell PATH="$$PATH:/sbin:/usr/sbin" ldconfig -p 2>/dev/null | awk '/libtcmalloc_minimal.so.4 / {print $$NF; exit}')
 RUN = $(if $(IOMP),LD_PRELOAD=$(if $(TCMALLOC),$(TCMALLOC):)$(abspath $(IOMP)) )TOKENIZERS_PARALLELISM=false $(BIN)/python
 
+# Tests run in that many processes, each with cores of its own; those that start processes run by themselves. A device
+# is not shared.
+WORKERS ?= $(if $(shell command -v nvidia-smi),1,$(shell cores=$$(nproc); echo $$((cores < 4 ? cores : 4))))
+SPREAD := -n $(WORKERS) --dist loadfile
+NEEDS_ALL_CORES := (processes or smollm2)
+
 .PHONY: help setup demo demo-2 test test-fast test-slow test-all lint bench bench-strategies bench-adaptive bench-idle clean
 
 help:
@@ -47,16 +53,17 @@ demo-2: $(STAMP)
 		--log_timeline True --max_steps 8 --bench_rounds 0"
 
 test: $(STAMP)
-	@$(MAKE) --no-print-directory run ARGS="-m pytest -m 'not slow'"
+	@$(MAKE) --no-print-directory run ARGS="-m pytest $(SPREAD) -m 'not slow and not $(NEEDS_ALL_CORES)'"
+	@$(MAKE) --no-print-directory run ARGS="-m pytest -m 'not slow and $(NEEDS_ALL_CORES)'"
 
 test-fast: $(STAMP)
-	@$(MAKE) --no-print-directory run ARGS="-m pytest -m 'not engine and not processes and not smollm2 and not slow'"
+	@$(MAKE) --no-print-directory run ARGS="-m pytest $(SPREAD) -m 'not engine and not slow and not $(NEEDS_ALL_CORES)'"
 
 test-slow: $(STAMP)
-	@$(MAKE) --no-print-directory run ARGS="-m pytest -m slow"
+	@$(MAKE) --no-print-directory run ARGS="-m pytest $(SPREAD) -m 'slow and not $(NEEDS_ALL_CORES)'"
+	@$(MAKE) --no-print-directory run ARGS="-m pytest -m 'slow and $(NEEDS_ALL_CORES)'"
 
-test-all: $(STAMP)
-	@$(MAKE) --no-print-directory run ARGS="-m pytest"
+test-all: test test-slow
 
 bench: $(STAMP)
 	@$(MAKE) --no-print-directory run ARGS="benchmarks/selector_overhead.py"
