@@ -7,6 +7,7 @@ to be: what is not a context manager is undone by nobody because it only adds wh
 `tests/test_upstream_contract.py` checks that every name is still there.
 """
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -66,6 +67,35 @@ def before_first_gather(accelerator: Any, action: Callable[[], None]) -> Iterato
         return gather(tensor)
 
     with _replaced(accelerator, "gather", act_and_gather):
+        yield
+
+
+@contextmanager
+def timed_generation(
+    generation: vllm_generation.VLLMGeneration,
+    on_rollout: Callable[[float, list[list[int]], list[list[int]]], None],
+    on_sync: Callable[[float], None],
+) -> Iterator[None]:
+    """
+    Calls `on_rollout(seconds, prompts, completions)` after every `generate` and `on_sync(seconds)` after every
+    `sync_weights` inside the context.
+
+    TRL sends the times of both to wandb and mlflow only (TRL 1.16).
+    """
+    generate, sync_weights = generation.generate, generation.sync_weights
+
+    def timed_generate(*args, **kwargs):
+        began_s = time.perf_counter()
+        output = generate(*args, **kwargs)
+        on_rollout(time.perf_counter() - began_s, output[0], output[1])
+        return output
+
+    def timed_sync_weights():
+        began_s = time.perf_counter()
+        sync_weights()
+        on_sync(time.perf_counter() - began_s)
+
+    with _replaced(generation, "generate", timed_generate), _replaced(generation, "sync_weights", timed_sync_weights):
         yield
 
 

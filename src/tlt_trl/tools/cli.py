@@ -20,6 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     bench = commands.add_parser("bench", help="measure").add_subparsers(dest="what", required=True)
     _add_bench_rollout(bench)
     _add_bench_strategies(bench)
+    _add_bench_step(bench)
     _add_doctor(commands)
     _add_timeline(commands)
     args = parser.parse_args(argv)
@@ -47,6 +48,12 @@ def _run_bench_strategies(args: argparse.Namespace) -> int:
     from . import bench
 
     return bench.run_strategies(args)
+
+
+def _run_bench_step(args: argparse.Namespace) -> int:
+    from . import bench_step
+
+    return bench_step.run_step(args)
 
 
 def _run_doctor(args: argparse.Namespace) -> int:
@@ -140,6 +147,31 @@ def _add_bench_strategies(commands) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument("--output", type=Path, help="raw figures of every rollout (JSON)")
     parser.set_defaults(run=_run_bench_strategies)
+
+
+def _add_bench_step(commands) -> None:
+    parser = commands.add_parser(
+        "step", help="whole training steps against TRL's GRPOTrainer with its own engine, alternating"
+    )
+    parser.add_argument(
+        "--cases",
+        type=Path,
+        default=Path("runs/bench_step/cases.json"),
+        help="JSON list of workloads; `python benchmarks/step.py` makes the standard ones in a clone",
+    )
+    parser.add_argument("--workloads", nargs="+", metavar="NAME", help="those to measure; default: all of the file")
+    parser.add_argument("--rounds", type=int, help="rounds that count; default: the workload's own")
+    parser.add_argument("--warmup_rounds", type=int, help="rounds before them; default: the workload's own")
+    parser.add_argument(
+        "--max_noise",
+        type=float,
+        default=0.1,
+        help="change of plain training from one step to the next above which nothing is concluded; default: 0.1",
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument("--output", type=Path, help="raw figures of every step (JSON)")
+    parser.set_defaults(run=_run_bench_step)
 
 
 def _add_doctor(commands) -> None:
