@@ -19,7 +19,7 @@ WORKERS ?= $(if $(shell command -v nvidia-smi),1,$(shell cores=$$(nproc); echo $
 SPREAD := -n $(WORKERS) --dist loadfile
 NEEDS_ALL_CORES := (processes or smollm2)
 
-.PHONY: help setup demo demo-2 test test-fast test-slow test-all lint bench bench-strategies bench-adaptive bench-idle clean
+.PHONY: help setup demo demo-2 test test-fast test-slow test-all lint bench bench-strategies bench-step bench-adaptive bench-idle clean
 
 help:
 	@echo "make setup   virtual environment in $(VENV): vLLM for CUDA where there is a device, else for CPU"
@@ -31,6 +31,7 @@ help:
 	@echo "make lint    ruff and mypy"
 	@echo "make bench   selector overhead and simulated regret"
 	@echo "make bench-strategies   adaptive speculation against every fixed strategy, on the real engine"
+	@echo "make bench-step         whole training steps against TRL's GRPOTrainer with its own engine, alternating"
 	@echo "make bench-adaptive     acceptance of a trained and of a frozen drafter while the policy moves and after it jumps"
 	@echo "make bench-idle         whole steps with drafter training in waits and without, on two processes"
 	@echo "make clean   remove runs and caches of the tools, not the environment"
@@ -72,6 +73,12 @@ bench: $(STAMP)
 bench-strategies: $(STAMP)
 	@$(MAKE) --no-print-directory run ARGS="benchmarks/strategies.py --output runs/bench_strategies"
 	@$(MAKE) --no-print-directory run ARGS="-m tlt_trl.tools.cli bench strategies --json --output runs/bench_strategies/raw.json"
+
+# WORKLOADS="demo hard" takes some of them only.
+WORKLOADS ?= demo hard swap long-tail
+bench-step: $(STAMP)
+	@$(MAKE) --no-print-directory run ARGS="benchmarks/step.py --output runs/bench_step --workloads $(WORKLOADS)"
+	@$(MAKE) --no-print-directory run ARGS="-m tlt_trl.tools.cli bench step --output runs/bench_step/raw.json"
 
 bench-adaptive: $(STAMP)
 	@$(MAKE) --no-print-directory run ARGS="benchmarks/adaptive_drafter.py --output runs/adaptive_drafter.json"

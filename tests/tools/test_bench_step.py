@@ -1,7 +1,8 @@
 import json
-import math
 import subprocess
 import sys
+from contextlib import contextmanager
+from multiprocessing import Pipe
 
 import pytest
 from tests.conftest import environment_of_its_own
@@ -52,7 +53,6 @@ def test_noise_is_that_between_neighbours():
     assert noise_of([step(1.0, s) for s in rest_s]) == pytest.approx(0.1)
     # The rollout may take what it takes: it is no work of the same size.
     assert noise_of([step(rollout_s, 1.0) for rollout_s in (1.0, 3.0, 2.0)]) == pytest.approx(0.0, abs=1e-9)
-    assert noise_of([step(1.0, 1.0)]) == math.inf
 
 
 def test_below_from_step():
@@ -118,6 +118,52 @@ def test_unknown_workload_is_named(tmp_path):
         main(["bench", "step", "--cases", str(cases), "--workloads", "demo"])
 
 
+def test_the_time_of_the_other_trainer_is_a_pause():
+    from tlt_trl.tools.step_trainer import Turns
+
+    bench, trainer = Pipe()
+    turns, events = Turns(trainer), []
+
+    @contextmanager
+    def pause():
+        events.append("pause")
+        yield
+        # By now the other trainer may have had its turn: the step was reported, and the next message has come.
+        events.append("reported" if bench.poll() else "nothing reported")
+
+    turns.pause = pause
+    for _ in range(3):
+        bench.send("go on")
+    turns.on_train_begin(None, None, None)
+    assert events == []
+    for number in (1, 2):
+        turns.note_sync(0.25)
+        turns.note_rollout(0.5, [[5, 6]], [[7] * number])
+        turns.on_step_end(None, None, None)
+        reported = bench.recv()
+        assert reported.pop("seconds") > 0.0
+        # Nothing is left of the step before.
+        assert reported == {"rollout_s": 0.5, "sync_s": 0.25, "prompt_lengths": [2], "lengths": [number]}
+    assert events == ["pause", "reported"] * 2
+
+
+def test_reward_function_of_a_file(tmp_path):
+    from tlt_trl.tools.step_trainer import load_function
+
+    (tmp_path / "reward.py").write_text("def reward(): return 3")
+    assert load_function(f"{tmp_path / 'reward.py'}:reward")() == 3
+    for name in ("reward", "none.py:reward", f"{tmp_path}:reward"):
+        with pytest.raises(ValueError, match="file.py:function"):
+            load_function(name)
+
+
+def test_one_round_is_refused(tmp_path):
+    cases = tmp_path / "cases.json"
+    cases.write_text(json.dumps([{"name": "tiny", "model": "", "dataset": "", "reward": ""}]))
+    with pytest.raises(SystemExit, match="at least 2"):
+        main(["bench", "step", "--cases", str(cases), "--rounds", "1"])
+
+
 REWARD = """
 def reward(completions, **kwargs):
     return [float(sum(map(ord, completion)) % 7) for completion in completions]
@@ -154,9 +200,7 @@ def tiny_case(tiny_policy_dir, tmp_path):
 def run_bench(case, folder, *arguments):
     (folder / "cases.json").write_text(json.dumps([case]))
     command = [sys.executable, "-m", "tlt_trl.tools.cli", "bench", "step", "--cases", str(folder / "cases.json")]
-    return subprocess.run(
-        [*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment_of_its_own()
-    )
+    return subprocess.run([*command, *arguments], capture_output=True, text=True, env=environment_of_its_own())
 
 
 @pytest.mark.engine
@@ -173,6 +217,8 @@ def test_steps_of_a_tiny_policy(tiny_case, tmp_path):
         for timed in steps:
             assert 0.0 < timed["rollout_s"] + timed["sync_s"] < timed["seconds"]
             assert len(timed["lengths"]) == len(timed["prompt_lengths"]) == 4 and max(timed["lengths"]) <= 8
+            # In float32 the engine and the policy agree: the plain engine gets every update as well.
+            assert timed["logs"]["sampling/sampling_logp_difference/max"] < 1e-3
             # Of the same step: TRL logs the mean length too.
             assert sum(timed["lengths"]) / 4 == pytest.approx(timed["logs"]["completions/mean_length"])
             assert ("tlt/acceptance_length" in timed["logs"]) == (name == "speculative")

@@ -10,7 +10,7 @@ import json
 import multiprocessing
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from multiprocessing.connection import Connection
@@ -125,18 +125,20 @@ def read_workloads(args: argparse.Namespace) -> list[Workload]:
     """The chosen workloads of the file, with the numbers of rounds of the command line."""
     if not args.cases.exists():
         sys.exit(
-            f"{args.cases} does not exist. In a clone `python benchmarks/step.py` prepares the standard workloads; for "
-            "one of your own write a JSON list of objects with the fields of `tlt_trl.tools.step_summary.Workload` and "
-            "name it with --cases."
+            f"{args.cases} does not exist. In a clone `python benchmarks/step.py` prepares the standard workloads; "
+            "for one of your own write a JSON list of objects with the fields of "
+            "`tlt_trl.tools.step_summary.Workload` and name it with --cases."
         )
     workloads = [Workload(**case) for case in json.loads(args.cases.read_text())]
     names = [workload.name for workload in workloads]
-    if unknown := set(args.workloads or []) - set(names):
+    chosen = args.workloads or names
+    if unknown := set(chosen) - set(names):
         sys.exit(f"{args.cases} has no workload {', '.join(sorted(unknown))}, only {', '.join(names)}.")
     changed = {name: getattr(args, name) for name in ("rounds", "warmup_rounds") if getattr(args, name) is not None}
-    return [
-        replace(workload, **changed) for workload in workloads if not args.workloads or workload.name in args.workloads
-    ]
+    chosen_workloads = [replace(workload, **changed) for workload in workloads if workload.name in chosen]
+    if too_short := [workload.name for workload in chosen_workloads if workload.rounds < 2]:
+        sys.exit(f"{', '.join(too_short)}: at least 2 rounds are needed to see the noise, and 5 for a conclusion.")
+    return chosen_workloads
 
 
 def run_step(args: argparse.Namespace) -> int:
@@ -156,5 +158,5 @@ def run_step(args: argparse.Namespace) -> int:
     return 0
 
 
-def _raw(steps: dict[str, Sequence[TimedStep]]) -> dict[str, list[dict[str, Any]]]:
+def _raw(steps: dict[str, list[TimedStep]]) -> dict[str, list[dict[str, Any]]]:
     return {name: [asdict(step) for step in rows] for name, rows in steps.items()}

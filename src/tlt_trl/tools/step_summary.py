@@ -110,8 +110,8 @@ def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
     Interval that holds the median of what the values are drawn from, whatever its distribution.
 
     Returns:
-        `tuple[float, float, float]`: Two of the values, the closest with a coverage of at least 0.9 (the lowest and the
-        highest value where there are too few for that), and the coverage.
+        `tuple[float, float, float]`: Two of the values, the closest with a coverage of at least 0.9 (the lowest and
+        the highest value where there are too few for that), and the coverage.
     """
     values = sorted(values)
     count = len(values)
@@ -130,7 +130,7 @@ def noise_of(steps: Sequence[TimedStep]) -> float:
     """
     rates = [step.rest_ms_per_padded_token for step in steps]
     changes = [abs(math.log(later / earlier)) for earlier, later in zip(rates, rates[1:], strict=False)]
-    return math.expm1(statistics.median(changes)) if changes else math.inf
+    return math.expm1(statistics.median(changes))
 
 
 def amdahl_bound(rollout_share: float, rollout_speedup: float) -> float:

@@ -106,12 +106,11 @@ def make_trainer(name: str, workload: Workload, folder: str, seed: int, turns: T
         "use_vllm": True,
         "vllm_mode": "colocate",
     }
+    rows = Path(workload.dataset).read_text().splitlines()
     arguments = {
         "model": workload.model,
         "reward_funcs": load_function(workload.reward),
-        "train_dataset": Dataset.from_list(
-            [json.loads(row) for row in Path(workload.dataset).read_text().splitlines()]
-        ),
+        "train_dataset": Dataset.from_list([json.loads(row) for row in rows]),
         "processing_class": AutoTokenizer.from_pretrained(workload.model),
         "callbacks": [turns],
         "peft_config": None if workload.lora is None else LoraConfig(**workload.lora),
@@ -120,7 +119,8 @@ def make_trainer(name: str, workload: Workload, folder: str, seed: int, turns: T
         trainer = make_plain_trainer(GRPOConfig(**config), workload.engine, arguments)
     else:
         # Not imported for the plain trainer, whose process stays as TRL makes it.
-        from .. import TLTGRPOConfig, TLTGRPOTrainer
+        from ..tlt_grpo_config import TLTGRPOConfig
+        from ..tlt_grpo_trainer import TLTGRPOTrainer
 
         args = TLTGRPOConfig(**config, vllm_engine_kwargs=workload.engine or None, **workload.tlt)
         trainer = TLTGRPOTrainer(args=args, **arguments)
