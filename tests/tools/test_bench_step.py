@@ -1,4 +1,5 @@
 import json
+import statistics
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -10,17 +11,17 @@ from tests.conftest import environment_of_its_own
 from tlt_trl.tools.cli import main
 from tlt_trl.tools.step_summary import (
     TimedStep,
+    TrainingCost,
     amdahl_bound,
     below_from_step,
     format_summary,
     median_interval,
-    noise_of,
     summarise,
 )
 
 
 def step(rollout_s, rest_s, drafter_s=0.0, tokens=100, **logs):
-    """Four answers of 25 tokens to prompts of 25, so that there are 200 padded tokens."""
+    """Four answers, of 25 tokens each if nothing else is said, to prompts of 25 tokens."""
     return TimedStep(
         seconds=rollout_s + rest_s + drafter_s,
         rollout_s=rollout_s,
@@ -48,11 +49,23 @@ def test_interval_of_the_median():
     assert median_interval([2.0]) == (2.0, 2.0, 0.0)
 
 
+def test_training_costs_what_the_padded_batch_costs():
+    steps = [step(1.0, 1.0 + tokens / 100, tokens=tokens) for tokens in (40, 80, 100, 200)]
+    cost = TrainingCost(steps)
+    assert [cost.excess(s) for s in steps] == pytest.approx([1.0] * 4)
+    slower = step(1.0, 3.0, drafter_s=0.5, tokens=100)  # 2 s would be right
+    assert cost.excess(slower) == pytest.approx(1.5)
+    # With the answers of another step twice the tokens, and 1 + 2 s of training; the drafter's time is what it is.
+    assert cost.seconds_at(slower, steps[-1]) == pytest.approx(2.0 + 1.5 * 3.0 + 0.5)
+
+
 def test_noise_is_that_between_neighbours():
     rest_s = [1.0 * 1.1**i for i in range(6)]  # a drift of 10 % a step
-    assert noise_of([step(1.0, s) for s in rest_s]) == pytest.approx(0.1)
-    # The rollout may take what it takes: it is no work of the same size.
-    assert noise_of([step(rollout_s, 1.0) for rollout_s in (1.0, 3.0, 2.0)]) == pytest.approx(0.0, abs=1e-9)
+    steps = [step(1.0, s) for s in rest_s]
+    assert TrainingCost(steps).noise(steps) == pytest.approx(0.1)
+    # A rollout may take what it takes, and longer answers may train longer.
+    steps = [step(rollout_s, 1.0 + rollout_s, tokens=int(100 * rollout_s)) for rollout_s in (1.0, 3.0, 2.0)]
+    assert TrainingCost(steps).noise(steps) == pytest.approx(0.0, abs=1e-9)
 
 
 def test_below_from_step():
@@ -68,9 +81,10 @@ def test_summary_of_known_steps():
     assert summary["rollout_share"] == 0.5 and summary["rollout_speedup"] == 2.0
     assert summary["amdahl_bound"] == pytest.approx(4 / 3, abs=1e-4)
     assert summary["step_speedup"] == summary["accumulated_speedup"] == pytest.approx(2.0 / 1.7, abs=1e-4)
+    assert summary["step_speedup_per_token"] == summary["step_speedup_in_seconds"] == summary["step_speedup"]
     assert summary["share_of_bound"] == pytest.approx(1.5 / 1.7, abs=1e-4)
     assert summary["rest_ratio"] == 1.0 and summary["noise"] == 0.0
-    assert summary["below_plain_from_step"] == summary["below_plain_per_token_from_step"] == 1
+    assert summary["below_plain_from_step"] == summary["below_plain_in_seconds_from_step"] == 1
     assert summary["conclusive"] and summary["verdict"] == "faster: 1.176x of plain TRL (1.176 to 1.176)"
     assert summary["speculative"]["tlt/drafter/time_s"] == 0.2
     assert summary["speculative"]["tlt/acceptance_length"] == 3.0
@@ -79,19 +93,33 @@ def test_summary_of_known_steps():
 
 
 def test_longer_answers_are_not_slower_steps():
-    plain = [step(1.0, 1.0, tokens=100)] * 5
-    summary = compared(plain, [step(2.0, 2.0, tokens=200)] * 5)
-    assert summary["step_speedup"] == 1.0 and summary["step_seconds_speedup"] == 0.5
-    assert summary["conclusive"] and summary["verdict"].startswith("no difference shown")
+    # Rollouts of 1 s per 100 tokens; training costs 1 s and another per 100 tokens. The second trainer gains a tenth.
+    lengths = (100, 200, 140, 60, 180)
+    plain = [step(n / 100, 1 + n / 100, tokens=n) for n in lengths]
+    speculative = [step(0.9 * n / 100, 1 + n / 100, tokens=n) for n in reversed(lengths)]
+    summary = compared(plain, speculative)
+    expected = statistics.median((1 + n / 50) / (1 + 1.9 * n / 100) for n in lengths)
+    assert summary["step_speedup"] == pytest.approx(expected, abs=1e-4)
+    # What is left of it per token and in seconds is chance.
+    low, high = summary["step_speedup_in_seconds_interval"]
+    assert low < 0.7 and high > 1.5
+    low, high = summary["step_speedup_per_token_interval"]
+    assert low < 0.8 and high > 1.3
+    assert summary["rest_ratio"] == 1.0 and summary["verdict"].startswith("faster: 1.038x")
 
 
 def test_warm_up_counts_in_accumulated_times_only():
-    # Starts three seconds behind and gains one a step.
-    speculative = [step(1.0, 4.0)] + [step(0.0001, 0.9999)] * 6
-    summary = compared([step(1.0, 1.0)] * 7, speculative, warmup_rounds=1)
-    assert summary["rounds"] == 6 and summary["step_speedup"] == 2.0
-    assert summary["below_plain_from_step"] == 5
-    assert summary["accumulated_s"] == {"plain": 14.0, "speculative": 11.0}
+    # Starts three seconds behind and gains one a step, on the clock; half of that from shorter answers.
+    speculative = [step(1.0, 4.0)] + [step(0.2, 0.8, tokens=40)] * 7
+    summary = compared([step(1.0, 1.0)] * 8, speculative, warmup_rounds=1)
+    assert summary["rounds"] == 7
+    assert summary["below_plain_in_seconds_from_step"] == 5
+    assert summary["accumulated_s"] == {"plain": 16.0, "speculative": 12.0}
+    # With answers as long as plain TRL's: 0.5 s and, since that is all that training costs there, 1 s.
+    assert summary["step_speedup"] == pytest.approx(2.0 / 1.5, abs=1e-4)
+    assert summary["below_plain_from_step"] == 8 and summary["accumulated_speedup"] == pytest.approx(
+        16 / 15.5, abs=1e-4
+    )
 
 
 def test_a_noisy_machine_gives_no_conclusion():

@@ -96,13 +96,14 @@ class TimedStep:
         return self.logs.get("tlt/drafter/time_s", 0.0)
 
     @property
-    def rest_ms_per_padded_token(self) -> float:
-        """
-        What is neither rollout nor sync nor drafter, that is scoring and training of the policy, per token of the
-        padded batch: the same work in both trainers and in every step.
-        """
-        padded = len(self.lengths) * (max(self.prompt_lengths) + max(self.lengths))
-        return 1e3 * (self.seconds - self.rollout_s - self.sync_s - self.drafter_s) / padded
+    def padded_tokens(self) -> int:
+        """Tokens of the batch that the policy is trained on, padding included."""
+        return len(self.lengths) * (max(self.prompt_lengths) + max(self.lengths))
+
+    @property
+    def rest_s(self) -> float:
+        """Neither rollout nor sync nor drafter: mostly scoring and training of the policy, as in plain TRL."""
+        return self.seconds - self.rollout_s - self.sync_s - self.drafter_s
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
@@ -123,14 +124,41 @@ def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
     return values[rank - 1], values[count - rank], max(0.0, coverage(rank))
 
 
-def noise_of(steps: Sequence[TimedStep]) -> float:
+class TrainingCost:
     """
-    How much the machine's speed changes from a step to the next: the median of the relative changes of the time per
-    padded token that training the policy takes. A drift over minutes, which alternating cancels, hardly shows.
+    What training the policy costs, whoever does it: a part that is the same in every step and one that grows with the
+    padded batch, fitted to the steps of both trainers.
+
+    Args:
+        steps (`Sequence[TimedStep]`):
+            Steps to fit.
     """
-    rates = [step.rest_ms_per_padded_token for step in steps]
-    changes = [abs(math.log(later / earlier)) for earlier, later in zip(rates, rates[1:], strict=False)]
-    return math.expm1(statistics.median(changes))
+
+    def __init__(self, steps: Sequence[TimedStep]):
+        tokens = np.array([[1.0, step.padded_tokens] for step in steps])
+        self._coefficients = np.linalg.lstsq(tokens, np.array([step.rest_s for step in steps]), rcond=None)[0]
+
+    def expected_s(self, step: TimedStep) -> float:
+        return float(self._coefficients @ (1.0, step.padded_tokens))
+
+    def excess(self, step: TimedStep) -> float:
+        """What the step took over what it should have taken."""
+        return step.rest_s / self.expected_s(step)
+
+    def noise(self, steps: Sequence[TimedStep]) -> float:
+        """
+        How much the machine's speed changes from a step to the next: the median of the relative changes of the excess.
+        A drift over minutes, which alternating cancels, hardly shows.
+        """
+        excess = [self.excess(step) for step in steps]
+        changes = [abs(math.log(later / earlier)) for earlier, later in zip(excess, excess[1:], strict=False)]
+        return math.expm1(statistics.median(changes))
+
+    def seconds_at(self, step: TimedStep, lengths_of: TimedStep) -> float:
+        """What a step would have taken with the answers of another: the same rate of sampling, and their padding."""
+        rollout_s = step.rollout_s * lengths_of.tokens / step.tokens
+        rest_s = self.expected_s(lengths_of) * self.excess(step)
+        return rollout_s + rest_s + step.sync_s + step.drafter_s
 
 
 def amdahl_bound(rollout_share: float, rollout_speedup: float) -> float:
@@ -161,42 +189,45 @@ def summarise(
         warmup_rounds (`int`):
             Rounds at the beginning that count in the accumulated times only.
         max_noise (`float`):
-            See [`noise_of`]: above it there is no conclusion.
+            See [`TrainingCost.noise`]: above it there is no conclusion.
         startup_s (`dict[str, float]`):
             Seconds that building each trainer took.
 
     Returns:
         `dict[str, Any]`: Ratios are plain over speculative, so that more than 1 is faster; each is the median over
-        rounds of the ratio within a round. `step_speedup` compares whole steps per generated token,
-        `step_seconds_speedup` whole steps. `conclusive` says whether `verdict` is one.
+        rounds of the ratio within a round, `*_interval` holds it. Whole steps are compared in three ways: per
+        generated token (`step_speedup_per_token`), in seconds (`step_speedup_in_seconds`), and after a correction for
+        the different lengths of the answers (`step_speedup`, see [`TrainingCost.seconds_at`]), which varies least
+        and which `verdict` goes by. `conclusive` says whether that is one.
     """
     counted = {name: rows[warmup_rounds:] for name, rows in steps.items()}
     plain, speculative = counted[PLAIN], counted[SPECULATIVE]
+    cost = TrainingCost(plain + speculative)
 
     def ratios(value: Callable[[TimedStep], float]) -> list[float]:
         return [value(a) / value(b) for a, b in zip(plain, speculative, strict=True)]
 
-    step_ratios = ratios(lambda step: step.ms_per_token)
-    low, high, coverage = median_interval(step_ratios)
     rollout_speedup = statistics.median(ratios(lambda step: 1.0 / step.rollout_tokens_per_s))
     rollout_share = _total(plain, "rollout_s") / _total(plain, "seconds")
-    bound = amdahl_bound(rollout_share, rollout_speedup)
-    step_speedup = statistics.median(step_ratios)
-    summary = {
-        "rounds": len(plain),
-        "step_speedup": step_speedup,
-        "step_speedup_interval": [low, high],
-        "interval_coverage": coverage,
-        "step_seconds_speedup": statistics.median(ratios(lambda step: step.seconds)),
+    summary: dict[str, Any] = {"rounds": len(plain)}
+    same_work = [a.seconds / cost.seconds_at(b, a) for a, b in zip(plain, speculative, strict=True)]
+    for name, values in (
+        ("step_speedup", same_work),
+        ("step_speedup_per_token", ratios(lambda step: step.ms_per_token)),
+        ("step_speedup_in_seconds", ratios(lambda step: step.seconds)),
+    ):
+        low, high, summary["interval_coverage"] = median_interval(values)
+        summary |= {name: statistics.median(values), f"{name}_interval": [low, high]}
+    summary |= {
         "rollout_speedup": rollout_speedup,
         "rollout_share": rollout_share,
-        "amdahl_bound": bound,
-        "share_of_bound": step_speedup / bound,
-        "rest_ratio": statistics.median(ratios(lambda step: step.rest_ms_per_padded_token)),
-        "noise": noise_of(plain),
+        "amdahl_bound": amdahl_bound(rollout_share, rollout_speedup),
+        "rest_ratio": statistics.median(ratios(cost.excess)),
+        "noise": cost.noise(plain),
     }
+    summary["share_of_bound"] = summary["step_speedup"] / summary["amdahl_bound"]
     summary["conclusive"], summary["verdict"] = _verdict(summary, max_noise)
-    summary |= _accumulated(steps)
+    summary |= _accumulated(steps, cost)
     for name, rows in counted.items():
         summary[name] = _describe(rows) | {"startup_s": startup_s[name]}
     return _rounded(summary)
@@ -215,15 +246,16 @@ def _verdict(summary: dict[str, Any], max_noise: float) -> tuple[bool, str]:
     return True, f"{kind}: {summary['step_speedup']:.3f}x of plain TRL ({low:.3f} to {high:.3f})"
 
 
-def _accumulated(steps: dict[str, list[TimedStep]]) -> dict[str, Any]:
-    """Sums from the very first step on, as a user would see them on the clock."""
+def _accumulated(steps: dict[str, list[TimedStep]], cost: TrainingCost) -> dict[str, Any]:
+    """Sums from the very first step on, as a user would see them on the clock, and at plain TRL's lengths."""
     seconds = {name: np.cumsum([step.seconds for step in rows]) for name, rows in steps.items()}
-    per_token = {name: seconds[name] / np.cumsum([step.tokens for step in rows]) for name, rows in steps.items()}
+    pairs = zip(steps[PLAIN], steps[SPECULATIVE], strict=True)
+    same_lengths = np.cumsum([cost.seconds_at(own, plain) for plain, own in pairs])
     return {
-        "accumulated_speedup": float(per_token[PLAIN][-1] / per_token[SPECULATIVE][-1]),
+        "accumulated_speedup": float(seconds[PLAIN][-1] / same_lengths[-1]),
         "accumulated_s": {name: float(values[-1]) for name, values in seconds.items()},
-        "below_plain_from_step": below_from_step(seconds[SPECULATIVE], seconds[PLAIN]),
-        "below_plain_per_token_from_step": below_from_step(per_token[SPECULATIVE], per_token[PLAIN]),
+        "below_plain_from_step": below_from_step(same_lengths, seconds[PLAIN]),
+        "below_plain_in_seconds_from_step": below_from_step(seconds[SPECULATIVE], seconds[PLAIN]),
     }
 
 
@@ -236,7 +268,8 @@ def _describe(rows: Sequence[TimedStep]) -> dict[str, Any]:
         "rollout_tokens_per_s": statistics.median(step.rollout_tokens_per_s for step in rows),
         "rollout_share": _total(rows, "rollout_s") / _total(rows, "seconds"),
         "sync_s": statistics.median(step.sync_s for step in rows),
-        "rest_ms_per_padded_token": statistics.median(step.rest_ms_per_padded_token for step in rows),
+        "rest_s": statistics.median(step.rest_s for step in rows),
+        "padded_tokens": statistics.median(step.padded_tokens for step in rows),
         "length_p50": float(np.percentile(lengths, 50)),
         "length_p95": float(np.percentile(lengths, 95)),
         "length_max": max(lengths),
@@ -280,7 +313,8 @@ ROWS = {
     "sync_s": "weight sync, s",
     "tlt/drafter/time_s": "drafter training, s",
     "tlt/feature_capture_s": "copying features, s",
-    "rest_ms_per_padded_token": "all the rest, ms per padded token",
+    "rest_s": "all the rest, s",
+    "padded_tokens": "tokens of the batch with padding",
     "length_p50": "answer length, median",
     "length_p95": "answer length, 95th percentile",
     "length_max": "answer length, longest",
@@ -300,24 +334,28 @@ def format_summary(summary: dict[str, Any]) -> str:
         if name in plain or name in speculative:
             cells = [f"{row[name]:.4g}" if name in row else "" for row in (plain, speculative)]
             lines.append(f"| {label} | {' | '.join(cells)} |")
-    low, high = summary["step_speedup_interval"]
     seconds = summary["accumulated_s"]
-    since, since_per_token = (summary[f"below_plain_{key}from_step"] for key in ("", "per_token_"))
+    since, since_in_seconds = (summary[f"below_plain_{key}from_step"] for key in ("", "in_seconds_"))
     lines += [
         "",
-        f"* whole step per token: {summary['step_speedup']:.3f}x, interval {low:.3f} to {high:.3f} "
-        f"({summary['interval_coverage']:.0%}, {summary['rounds']} rounds); "
-        f"in seconds {summary['step_seconds_speedup']:.3f}x",
+        f"* whole step: {_ratio(summary, 'step_speedup')} at the same lengths, "
+        f"{_ratio(summary, 'step_speedup_per_token')} per token, {_ratio(summary, 'step_speedup_in_seconds')} in "
+        f"seconds; {summary['rounds']} rounds, {summary['interval_coverage']:.0%} intervals",
         f"* rollout {summary['rollout_speedup']:.3f}x, {summary['rollout_share']:.1%} of plain TRL's step: the bound "
         f"(Amdahl) is {summary['amdahl_bound']:.3f}x, of which {summary['share_of_bound']:.1%} is reached",
-        f"* noise of plain training {summary['noise']:.1%}; the same training in plain TRL over here "
-        f"{summary['rest_ratio']:.3f}",
-        f"* from the first step on: {summary['accumulated_speedup']:.3f}x per token; {seconds[PLAIN]:.1f} s and "
-        f"{seconds[SPECULATIVE]:.1f} s; accumulated time below plain TRL's {_since(since)}, per token "
-        f"{_since(since_per_token)}",
+        f"* all the rest, given the padded batch: {summary['rest_ratio']:.3f}x; noise of it in plain TRL "
+        f"{summary['noise']:.1%}",
+        f"* from the first step on: {summary['accumulated_speedup']:.3f}x at the same lengths; {seconds[PLAIN]:.1f} s "
+        f"and {seconds[SPECULATIVE]:.1f} s on the clock; accumulated time below plain TRL's {_since(since)}, on the "
+        f"clock {_since(since_in_seconds)}",
         f"* {summary['verdict']}",
     ]
     return "\n".join(lines)
+
+
+def _ratio(summary: dict[str, Any], name: str) -> str:
+    low, high = summary[f"{name}_interval"]
+    return f"{summary[name]:.3f}x ({low:.3f} to {high:.3f})"
 
 
 def _since(step: int | None) -> str:
