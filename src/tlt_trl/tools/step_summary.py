@@ -290,6 +290,7 @@ LOGGED = (
     "tlt/speculation_share",
     "tlt/drafter/time_s",
     "tlt/feature_capture_s",
+    "tlt/payback/net_s",
 )
 
 
@@ -313,6 +314,7 @@ ROWS = {
     "sync_s": "weight sync, s",
     "tlt/drafter/time_s": "drafter training, s",
     "tlt/feature_capture_s": "copying features, s",
+    "tlt/payback/net_s": "saved less spent, by the run's own account, s",
     "rest_s": "all the rest, s",
     "padded_tokens": "tokens of the batch with padding",
     "length_p50": "answer length, median",
