@@ -198,6 +198,10 @@ def engine_run(policy_dir, output_dir, peft=False, resume=False, slow_reward=Fal
         "drafter_steps": online.steps,
         "drafter_sum": sum(parameter.double().sum().item() for parameter in trainer.drafter.parameters()),
         "draft_token_ids": trainer.drafter.draft_token_ids.tolist(),
+        "head_follows": torch.equal(
+            trainer.drafter.lm_head.weight,
+            trainer.vllm_generation.policy_lm_head[trainer.drafter.draft_token_ids].float(),
+        ),
         "recorded_in_eval": recorded() - before,
         "left_by_train": left_by_train,
         "best_checkpoint": trainer.state.best_model_checkpoint,
@@ -243,6 +247,9 @@ class TestWithTheRealEngine:
             "tlt/alarm/acceptance_collapse",
         ):
             assert name in names, name
+
+    def test_the_drafters_head_follows_the_policys(self, run):
+        assert run["head_follows"]
 
     def test_drafter_is_trained_on_recorded_features(self, run):
         assert run["drafter_steps"] > 0

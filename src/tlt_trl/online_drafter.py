@@ -263,7 +263,7 @@ class OnlineDrafter:
 
         Between two rollouts all ranks therefore hold the same drafter, and whichever saves it saves everybody's work.
         """
-        tensors: Sequence[Tensor] = list(self.drafter.parameters())
+        tensors: Sequence[Tensor] = self.trainer.parameters
         total = average_by_tokens(tensors, tokens, torch.distributed.all_reduce)
         if total:
             check_identical(tensors, self._accelerator.gather)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from tests.tolerance import forward_operations, tolerance
 
-from tlt_trl.drafter import DrafterTrainer, DrafterTrainingArguments, FeatureBuffer
+from tlt_trl.drafter import Drafter, DrafterTrainer, DrafterTrainingArguments, FeatureBuffer
 from tlt_trl.drafter.training_report import StepOutcome
 
 
@@ -82,6 +82,27 @@ def test_resume_gives_identical_steps(make_trainer):
         assert trainer.step() == resumed.step()
     assert is_equal(weights(trainer.drafter), weights(resumed.drafter))
     assert (resumed.steps, resumed.tokens_trained) == (trainer.steps, trainer.tokens_trained)
+
+
+@pytest.mark.parametrize("draft_token_ids", [None, torch.arange(0, 128, 2)])
+def test_the_policys_head_is_not_trained_and_follows_the_policy(make_trainer, policy, draft_token_ids):
+    trainer = make_trainer(drafter=Drafter.from_policy(policy, draft_token_ids))
+    head = trainer.drafter.lm_head.weight
+    before = head.clone()
+    assert trainer.step().has_trained
+    assert torch.equal(head, before) and head.grad is None
+    assert len(trainer.optimizer.state) == len(list(trainer.drafter.parameters())) - 1
+    moved = policy.get_output_embeddings().weight + 1.0
+    trainer.set_policy(policy.get_input_embeddings().weight, moved)
+    trainer.evaluate(trainer.buffer.samples[:2])
+    assert torch.equal(head, moved[trainer.drafter.draft_token_ids].bfloat16().float())
+
+
+def test_a_head_of_its_own_is_trained(make_trainer, policy):
+    trainer = make_trainer(drafter=Drafter.from_policy(policy, head="own"))
+    before = trainer.drafter.lm_head.weight.clone()
+    trainer.step()
+    assert not torch.equal(trainer.drafter.lm_head.weight, before)
 
 
 def test_nothing_to_train_on(make_trainer, make_sample):

@@ -33,6 +33,16 @@ def test_fast_equals_reference(temperature, chunk_rows, monkeypatch):
         assert_close(fast_grad, reference_grad, operations)
 
 
+def test_a_head_that_is_not_trained_changes_no_other_gradient():
+    torch.manual_seed(0)
+    hidden, head = torch.randn(9, 16, requires_grad=True), torch.randn(30, 16, requires_grad=True)
+    teacher, positions = Teacher(torch.randn(9, 16), torch.randn(30, 16)), torch.arange(9)
+    trained = soft_cross_entropy(hidden, head, teacher, positions, torch.ones(9))[0]
+    frozen = soft_cross_entropy(hidden, head.detach(), teacher, positions, torch.ones(9))[0]
+    (expected, _), (grad,) = (torch.autograd.grad(trained, (hidden, head)), torch.autograd.grad(frozen, (hidden,)))
+    assert torch.equal(trained, frozen) and torch.equal(grad, expected)
+
+
 def test_gradient_vanishes_at_the_teacher():
     torch.manual_seed(0)
     teacher = Teacher(torch.randn(5, 8), torch.randn(11, 8))

@@ -159,7 +159,7 @@ class TestSeveralProcesses:
         online = make_online(fill_buffer(), wait=FinishedAfter(0), on_trained=lambda: changes.append("trained"))
         rollout(online, clock)
         assert online.steps == 0 and online.tokens_trained == 50 and changes == ["trained"]
-        assert all((parameter == 0.25).all() for parameter in online.drafter.parameters())
+        assert all((parameter == 0.25).all() for parameter in online.trainer.parameters)
         assert online.pop_metrics()["tlt/drafter_tokens"] == 0.0
 
     def test_when_nobody_trained_the_drafter_is_the_engines(self, make_online, monkeypatch, clock):

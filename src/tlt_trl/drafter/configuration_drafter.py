@@ -8,6 +8,8 @@ from transformers import LlamaConfig, PretrainedConfig
 
 SUPPORTED_POLICY_TYPES = ("llama", "qwen2", "qwen3")
 
+HEADS = ("own", "policy")
+
 
 def default_aux_layer_ids(num_hidden_layers: int) -> list[int]:
     """
@@ -40,6 +42,9 @@ class DrafterConfig(LlamaConfig):
             Hidden size of the policy. Equal to `hidden_size`: the drafter shares the policy's embedding.
         target_num_hidden_layers (`int`, *optional*):
             Number of policy layers, kept so that a policy that does not fit is recognised.
+        head (`str`, *optional*, defaults to `"own"`):
+            `"own"`: trained with the drafter. `"policy"`: the policy's rows of the draft vocabulary, which follow the
+            policy and are not trained.
         eagle_config (`dict`, *optional*):
             The same layer ids for SGLang, which counts layer *outputs* and therefore needs every id minus one.
     """
@@ -49,11 +54,14 @@ class DrafterConfig(LlamaConfig):
     num_aux_hidden_states: int | None = None
     target_hidden_size: int | None = None
     target_num_hidden_layers: int | None = None
+    head: str = "own"
     eagle_config: dict | None = None
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
         self.architectures = ["LlamaForCausalLMEagle3"]
+        if self.head not in HEADS:
+            raise ValueError(f"head={self.head!r} must be one of {', '.join(map(repr, HEADS))}.")
         if self.draft_vocab_size is None:
             self.draft_vocab_size = self.vocab_size
         if self.target_hidden_size is None:
@@ -77,6 +85,7 @@ class DrafterConfig(LlamaConfig):
         policy_config: PretrainedConfig,
         draft_vocab_size: int | None = None,
         aux_hidden_state_layer_ids: Sequence[int] | None = None,
+        head: str = "policy",
     ) -> "DrafterConfig":
         """
         Configuration of a drafter that fits a policy.
@@ -88,6 +97,8 @@ class DrafterConfig(LlamaConfig):
                 Size of the reduced vocabulary. `None` keeps the whole one.
             aux_hidden_state_layer_ids (`Sequence[int]`, *optional*):
                 Policy layers to read. Defaults to [`default_aux_layer_ids`].
+            head (`str`, *optional*, defaults to `"policy"`):
+                `"own"` or `"policy"`. The latter learns faster, and has neither gradients nor optimiser state.
         """
         if policy_config.model_type not in SUPPORTED_POLICY_TYPES:
             raise ValueError(
@@ -126,6 +137,7 @@ class DrafterConfig(LlamaConfig):
             eagle_aux_hidden_state_layer_ids=layer_ids,
             target_hidden_size=policy_config.hidden_size,
             target_num_hidden_layers=num_layers,
+            head=head,
             eagle_config={
                 "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in layer_ids],
                 "use_aux_hidden_state": True,

@@ -125,15 +125,16 @@ class DrafterTrainer:
         self.learning_rate = args.learning_rate
         self.temperature = args.temperature
         self.generator = torch.Generator().manual_seed(args.seed)
+        self.parameters = drafter.trained_parameters()
         self.optimizer = torch.optim.AdamW(
-            drafter.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True
+            self.parameters, lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True
         )
         self.steps = 0
         self.tokens_trained = 0
         self.dropped_batches = 0
         self._clock = clock
         self._times = StepTimes()
-        self._good = GoodState(drafter, self.optimizer)
+        self._good = GoodState(self.parameters, self.optimizer)
         self._embed_tokens: Tensor | None = None
         self._lm_head: Tensor | None = None
         self._draft_head: Tensor | None = None
@@ -212,7 +213,7 @@ class DrafterTrainer:
         except _StepInterrupted:
             self.optimizer.zero_grad(set_to_none=True)
             return StepResult(StepOutcome.INTERRUPTED)
-        grad_norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.args.max_grad_norm)
+        grad_norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.args.max_grad_norm)
         if not torch.isfinite(loss + grad_norm):
             return self._drop_batch()
         for group in self.optimizer.param_groups:
@@ -280,6 +281,8 @@ class DrafterTrainer:
     def evaluate(self, samples: Sequence[FeatureSample]) -> dict[str, float]:
         """Loss and expected acceptance against the policy's *whole* vocabulary, see [`evaluate_drafter`]."""
         self._check_policy()
+        if self.drafter.config.head == "policy":
+            self.drafter.copy_head(self._lm_head)
         with self._autocast():
             return evaluate_drafter(
                 self.drafter,
@@ -329,7 +332,7 @@ class DrafterTrainer:
                 states.append(hidden)
             loss, row_losses, accepted = soft_cross_entropy(
                 self.drafter.norm(torch.cat(states)),
-                self.drafter.lm_head.weight,
+                self.drafter.lm_head.weight if self.drafter.config.head == "own" else self._draft_head,
                 Teacher(batch.last_hidden_state, self._draft_head, self.temperature),
                 # Row t of step j predicts token t + 2 + j, whose distribution is the policy's after token t + 1 + j.
                 positions=torch.cat([step_rows + 1 + step for step, step_rows in enumerate(rows)]),

@@ -31,12 +31,16 @@ def parameters_to_read(policy: nn.Module) -> list[nn.Parameter]:
 
 
 def drafter_from_policy(
-    drafter_class: type, policy: nn.Module, draft_token_ids: Tensor | None, layer_ids: Sequence[int] | None
+    drafter_class: type,
+    policy: nn.Module,
+    draft_token_ids: Tensor | None,
+    layer_ids: Sequence[int] | None,
+    head: str,
 ) -> PreTrainedModel:
     """See [`Drafter.from_policy`]."""
     model = inner_language_model(policy)
     draft_vocab_size = None if draft_token_ids is None else len(draft_token_ids)
-    config = DrafterConfig.from_policy_config(model.config, draft_vocab_size, layer_ids)
+    config = DrafterConfig.from_policy_config(model.config, draft_vocab_size, layer_ids, head)
     config.dtype = torch.float32
     # The constructors of nn.Linear draw random numbers; the policy's trajectory must not depend on the drafter.
     with torch.random.fork_rng(devices=[]):
@@ -76,5 +80,4 @@ def _copy_policy_weights(drafter: PreTrainedModel, model: PreTrainedModel) -> No
     drafter.midlayer.post_attention_layernorm.weight.copy_(weights[f"{last}post_attention_layernorm.weight"])
     drafter.midlayer.input_layernorm.weight.copy_(weights[FIRST_NORM])
     drafter.norm.weight.copy_(weights[FINAL_NORM])
-    head = model.get_output_embeddings().weight
-    drafter.lm_head.weight.copy_(head[drafter.draft_token_ids.to(head.device)])
+    drafter.copy_head(model.get_output_embeddings().weight)

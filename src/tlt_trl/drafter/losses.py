@@ -51,7 +51,7 @@ def soft_cross_entropy(
         hidden (`torch.Tensor` of shape (R, H)):
             Drafter states after its final norm.
         head (`torch.Tensor` of shape (draft_vocab_size, H)):
-            The drafter's `lm_head`.
+            The drafter's head; one that is not trained costs no gradient.
         teacher ([`Teacher`]):
             The policy.
         positions (`torch.Tensor` of shape (R,)):
@@ -84,9 +84,10 @@ class _SoftCrossEntropy(torch.autograd.Function):
         states, weight = hidden.to(dtype), head.to(dtype)
         losses = torch.empty(len(positions), device=hidden.device)
         accepted = torch.empty_like(losses)
-        needs_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        trains_head = ctx.needs_input_grad[1]
+        needs_grad = ctx.needs_input_grad[0] or trains_head
         grad_hidden = torch.empty_like(states) if needs_grad else None
-        grad_head = torch.zeros_like(head) if needs_grad else None
+        grad_head = torch.zeros_like(head) if trains_head else None
         # Puts rows with the same label next to each other, so that its distribution is computed once.
         order = positions.argsort(stable=True)
         chunk_elements = CPU_CHUNK_ELEMENTS if head.device.type == "cpu" else CHUNK_ELEMENTS
@@ -106,7 +107,8 @@ class _SoftCrossEntropy(torch.autograd.Function):
             if needs_grad:
                 grad_logits = q.sub_(probs).mul_(row_weights[rows, None] / teacher.temperature).to(dtype)
                 grad_hidden[rows] = grad_logits @ weight
-                grad_head += grad_logits.T @ chunk
+                if trains_head:
+                    grad_head += grad_logits.T @ chunk
         if needs_grad:
             ctx.save_for_backward(grad_hidden.to(hidden.dtype), grad_head)
         ctx.mark_non_differentiable(losses, accepted)
@@ -115,7 +117,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_loss, _, __):
         grad_hidden, grad_head = ctx.saved_tensors
-        return grad_hidden * grad_loss, grad_head * grad_loss, None, None, None
+        return grad_hidden * grad_loss, None if grad_head is None else grad_head * grad_loss, None, None, None
 
 
 def acceptance(p: Tensor, draft_logits: Tensor, draft_token_ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

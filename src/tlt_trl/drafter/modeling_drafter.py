@@ -113,6 +113,7 @@ class Drafter(PreTrainedModel):
         self.midlayer = DrafterLayer(config)
         self.norm = LlamaRMSNorm(hidden_size, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(hidden_size, config.draft_vocab_size, bias=False)
+        self.lm_head.weight.requires_grad_(config.head == "own")
         self.rotary_emb = LlamaRotaryEmbedding(config)
         if draft_token_ids is None:
             draft_token_ids = torch.arange(config.draft_vocab_size)
@@ -137,6 +138,7 @@ class Drafter(PreTrainedModel):
         policy: nn.Module,
         draft_token_ids: Tensor | None = None,
         aux_hidden_state_layer_ids: Sequence[int] | None = None,
+        head: str = "policy",
     ) -> "Drafter":
         """
         A drafter that starts from the weights of a policy, in fp32, without touching any random state.
@@ -149,8 +151,19 @@ class Drafter(PreTrainedModel):
                 [`~tlt_trl.drafter.vocabulary.most_frequent_token_ids`]. `None` keeps the whole vocabulary.
             aux_hidden_state_layer_ids (`Sequence[int]`, *optional*):
                 Policy layers to read.
+            head (`str`, *optional*, defaults to `"policy"`):
+                `"own"`: a head that is trained with the drafter, `"policy"`: the policy's, which is not.
         """
-        return drafter_from_policy(cls, policy, draft_token_ids, aux_hidden_state_layer_ids)
+        return drafter_from_policy(cls, policy, draft_token_ids, aux_hidden_state_layer_ids, head)
+
+    def trained_parameters(self) -> list[nn.Parameter]:
+        """What training changes: all but a head that is the policy's."""
+        return [parameter for parameter in self.parameters() if parameter.requires_grad]
+
+    @torch.no_grad()
+    def copy_head(self, policy_head: Tensor) -> None:
+        """Takes the rows of the draft vocabulary from a policy's head, of shape (vocab_size, hidden_size)."""
+        self.lm_head.weight.copy_(policy_head[self.draft_token_ids.to(policy_head.device)])
 
     def rotary(self, position_ids: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines for `position_ids` of shape (N,): each (N, 1, head_dim), in the dtype of `like`."""

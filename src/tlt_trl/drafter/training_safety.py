@@ -1,5 +1,7 @@
 """What a preemptible training needs beside the training: a state to go back to, and how long a step takes."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 
@@ -13,14 +15,14 @@ class GoodState:
     A copy of the last good weights and AdamW state.
 
     Args:
-        model (`torch.nn.Module`):
-            Whose weights are kept.
+        parameters (`Iterable[torch.nn.Parameter]`):
+            What is trained.
         optimizer (`torch.optim.AdamW`):
             Whose state is kept.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.AdamW):
-        self._parameters = list(model.parameters())
+    def __init__(self, parameters: Iterable[nn.Parameter], optimizer: torch.optim.AdamW):
+        self._parameters = list(parameters)
         self._optimizer = optimizer
         self._kept: list[Tensor] = []
         self._counters: tuple[int, ...] = ()

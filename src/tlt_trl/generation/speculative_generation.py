@@ -232,6 +232,8 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
         return not changed_ranks.item()
 
     def _push_drafter(self) -> None:
+        if self.drafter.config.head == "policy":
+            self.drafter.copy_head(self.policy_lm_head)
         try:
             self.engine.push_drafter(self.drafter.vllm_weights(), verify=self.args.vllm_verify_weight_sync)
         except WeightMismatchError as error:
