@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from datasets import Dataset
+from huggingface_hub.utils import filter_repo_objects
 from transformers import AutoConfig
 from trl import GRPOConfig, GRPOTrainer
 
@@ -147,9 +148,13 @@ class RecordingHub:
     def create_repo(self, name, **kwargs):
         return SimpleNamespace(repo_id=f"somebody/{name}")
 
-    def upload_folder(self, folder_path, path_in_repo="", **kwargs):
+    def upload_folder(self, folder_path, path_in_repo="", ignore_patterns=(), **kwargs):
         drafter = Path(folder_path) / "drafter"
-        self.pushed.append([path_in_repo, sorted(str(p.relative_to(drafter)) for p in drafter.rglob("*.*"))])
+        files = filter_repo_objects(
+            sorted(str(path.relative_to(folder_path)) for path in drafter.rglob("*.*")),
+            ignore_patterns=ignore_patterns,
+        )
+        self.pushed.append([path_in_repo, [file.removeprefix("drafter/") for file in files]])
         done = Future()
         done.set_result(None)
         return done
@@ -334,6 +339,8 @@ class TestWithTheRealEngine:
         assert len(checkpoints) == 2
         for files in checkpoints:
             assert {"model.safetensors", "config.json", "training/complete.json", "training/rank_0.pt"} <= set(files)
+            assert "training/buffer_0.pt" not in files  # prompts and answers stay here
+        assert (best / "drafter" / "training" / "buffer_0.pt").exists()
 
     def test_trains_beside_the_reward_function_when_told_to(self, tmp_path):
         policy = save_tiny_policy(tmp_path / "policy", vocab_size=64, num_layers=2)

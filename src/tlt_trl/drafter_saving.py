@@ -17,7 +17,8 @@ from transformers.trainer_utils import rotate_checkpoints
 from .drafter.checkpoint import PROVENANCE_NAME, DrafterSnapshot, run_facts
 from .drafter.hub import BackgroundPusher, acceptance_history, positions, push_snapshot, write_model_card
 from .drafter.modeling_drafter import Drafter
-from .drafter.training_state import FOLDER_NAME, CheckpointWriter, load_training_state, what_is_missing
+from .drafter.policy_uploads import PolicyUploads
+from .drafter.training_state import BUFFER_KEY, FOLDER_NAME, CheckpointWriter, load_training_state, what_is_missing
 from .online_drafter import InactiveOnlineDrafter, OnlineDrafter
 from .strategy import Selector
 from .telemetry.alarms import Alarms
@@ -75,6 +76,7 @@ class DrafterKeeper:
         self._pusher = BackgroundPusher(
             self.repo_id, args.hub_private_repo, args.hub_revision, args.hub_token, args.hub_always_push
         )
+        self.upload_with_policy = PolicyUploads(args.hub_token)
         self._writer = CheckpointWriter(accelerator.process_index, self._ranks_of_folder())
 
     def _ranks_of_folder(self) -> range:
@@ -225,10 +227,13 @@ class DrafterKeeper:
 
     def _state_of_rank(self) -> dict[str, Any]:
         """What this rank needs beside the weights to go on as if it had not been interrupted."""
+        online = self._online.state_dict()
+        buffer = {BUFFER_KEY: online.pop(BUFFER_KEY)} if BUFFER_KEY in online else {}
         return {
             "selector": json.dumps(self._selector.state_dict()),
             "alarms": self._alarms.state_dict(),
-            "online_drafter": self._online.state_dict(),
+            "online_drafter": online,
+            **buffer,
         }
 
     def load_best(self, checkpoint: str) -> None:
@@ -261,7 +266,10 @@ class DrafterKeeper:
         if state is None:
             return
         self._alarms.load_state_dict(state["alarms"])
-        self._online.load_state_dict(state["online_drafter"])
+        if "trainer" in state["online_drafter"] and BUFFER_KEY not in state:
+            logger.warning("%s holds no feature buffer, as after a push: it begins empty.", folder)
+        buffer = {BUFFER_KEY: state[BUFFER_KEY]} if BUFFER_KEY in state else {}
+        self._online.load_state_dict(state["online_drafter"] | buffer)
         try:
             self._selector.load_state_dict(json.loads(state["selector"]))
         except ValueError as error:

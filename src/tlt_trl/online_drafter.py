@@ -328,7 +328,8 @@ class OnlineDrafter:
         self.tokens_trained = state["tokens_trained"]
         if "trainer" in state:
             self.trainer.load_state_dict(state["trainer"])
-            self.buffer.load_state_dict(state["buffer"])
+            if "buffer" in state:  # a push has left it out
+                self.buffer.load_state_dict(state["buffer"])
             self.time_budget.load_state_dict(state["time_budget"])
 
 

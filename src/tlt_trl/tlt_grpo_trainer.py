@@ -271,6 +271,10 @@ class TLTGRPOTrainer(GRPOTrainer):
         if self.speculative and not (_internal_call and output_dir is not None):
             self.save_drafter(os.path.join(self.args.output_dir if output_dir is None else output_dir, FOLDER_NAME))
 
+    def push_to_hub(self, *args, **kwargs):
+        with upstream.uploads_through(self._keeper.upload_with_policy) if self.speculative else nullcontext():
+            return super().push_to_hub(*args, **kwargs)
+
     def _save_checkpoint(self, model, trial):
         if not self.speculative:
             return super()._save_checkpoint(model, trial)
@@ -282,7 +286,8 @@ class TLTGRPOTrainer(GRPOTrainer):
         if args.push_to_hub:
             if args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
                 keeper.join()  # the first rank pushes the files of all
-            self._push_from_checkpoint(folder)
+            with upstream.uploads_through(keeper.upload_with_policy):
+                self._push_from_checkpoint(folder)
         if args.drafter_push_to_hub and args.hub_strategy != HubStrategy.END:
             keeper.begin_push(os.path.join(folder, FOLDER_NAME), f"Training in progress, step {step}")
 

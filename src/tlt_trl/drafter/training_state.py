@@ -4,7 +4,8 @@ The drafter's part of a trainer checkpoint: written in the background, and recog
 ```text
 checkpoint-N/drafter/
   config.json, model.safetensors, provenance.json   what the engines load, see `checkpoint.py`
-  training/rank_<i>.pt                              optimiser, random state, selector, feature buffer … of a rank
+  training/rank_<i>.pt                              optimiser, random state, selector … of a rank
+  training/buffer_<i>.pt                            its feature buffer, a file of its own that pushes leave out
   training/complete.json                            written last by the rank that writes the drafter
 ```
 
@@ -34,6 +35,9 @@ logger = logging.getLogger(__name__)
 FOLDER_NAME = "drafter"
 TRAINING_NAME = "training"
 COMPLETE_NAME = "complete.json"
+BUFFER_KEY = "buffer"  # of a rank's state; holds prompts and answers as token ids
+BUFFER_FILES = f"{FOLDER_NAME}/{TRAINING_NAME}/buffer_*.pt"  # inside a checkpoint
+OF_A_RANK = ("rank_", "buffer_")
 # Other ranks write at the same time; one that takes longer than this has most likely died.
 RANKS_TIMEOUT_S = 600.0
 
@@ -100,11 +104,11 @@ class CheckpointWriter:
     def _write(self, folder: Path, rank_state, drafter, provenance, then) -> None:
         try:
             if rank_state is not None:
-                _save(folder / TRAINING_NAME / f"rank_{self.rank}.pt", rank_state)
+                _save_rank(folder / TRAINING_NAME, self.rank, rank_state)
             if drafter is None:
                 return
             drafter.write(folder, provenance)
-            files = [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("rank_")]
+            files = [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(OF_A_RANK)]
             complete = {
                 "sizes_bytes": {str(path.relative_to(folder)): path.stat().st_size for path in sorted(files)},
                 "ranks": self.ranks if rank_state is not None else [],
@@ -135,6 +139,24 @@ def cpu_copy(state: Any) -> Any:
     if isinstance(state, list | tuple):
         return [cpu_copy(value) for value in state]
     return state
+
+
+def _save_rank(training: Path, rank: int, state: Mapping[str, Any]) -> None:
+    """The file that makes a rank's state whole comes last."""
+    if BUFFER_KEY in state:
+        _save(training / f"buffer_{rank}.pt", state[BUFFER_KEY])
+    _save(training / f"rank_{rank}.pt", {name: part for name, part in state.items() if name != BUFFER_KEY})
+
+
+def _load_rank(training: Path, rank: int) -> dict[str, Any]:
+    """State of a rank, without its buffer where that was left out of a push."""
+    state = _load(training / f"rank_{rank}.pt")
+    buffer = training / f"buffer_{rank}.pt"
+    return state | {BUFFER_KEY: _load(buffer)} if buffer.is_file() else state
+
+
+def _load(path: Path) -> dict[str, Any]:
+    return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def _save(path: Path, state: Mapping[str, Any]) -> None:
@@ -188,7 +210,7 @@ def load_training_state(folder: str | os.PathLike, rank: int, ranks: Sequence[in
     training = Path(folder) / TRAINING_NAME
     saved_ranks = json.loads((training / COMPLETE_NAME).read_text())["ranks"]
     if saved_ranks == list(ranks):
-        return torch.load(training / f"rank_{rank}.pt", map_location="cpu", weights_only=True)
+        return _load_rank(training, rank)
     if saved_ranks:
         logger.warning(
             "%s was written by ranks %s, this run has ranks %s: only the weights of the drafter are taken, its "
