@@ -119,22 +119,15 @@ def run_tool(*arguments: str) -> dict:
     """
     Runs `tlt-trl` in a process of its own and returns the JSON of its last line.
 
-    Its engine must not share this process: ranks of a distributed run would meet inside it, and its memory would stay.
+    Its engine must not share this process: its memory would stay.
     """
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)}
+    environment = dict(os.environ)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         # The launcher sets one thread for each of several processes; a tool runs alone.
         environment.pop("OMP_NUM_THREADS", None)
     command = [sys.executable, "-m", "tlt_trl.tools.cli", *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=True)
     return json.loads(done.stdout.splitlines()[-1])
-
-
-# Beginnings of the names that `accelerate launch` and `torchrun` set. With them an engine would look for a store that
-# its launcher hosts, and wait for ever.
-LAUNCHER_VARIABLES = (
-    "ACCELERATE_", "GROUP_", "LOCAL_", "MASTER_", "RANK", "ROLE_", "TORCHELASTIC_", "TORCH_NCCL_", "WORLD_SIZE",
-)  # fmt: skip
 
 
 def write_prompts(dataset, path: Path, num_prompts: int) -> Path:

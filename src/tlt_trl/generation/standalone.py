@@ -3,7 +3,8 @@
 import gc
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ..vllm_internals.llm import make_rollout_llm_class
@@ -14,6 +15,13 @@ from .speculative_generation import speculative_config
 if TYPE_CHECKING:
     from vllm import LLM
 
+
+# Who is who among the processes of a launcher, by torch and by vLLM.
+LAUNCHER_VARIABLES = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+    "TORCHELASTIC_USE_AGENT_STORE", "VLLM_DP_SIZE", "VLLM_DP_RANK", "VLLM_DP_RANK_LOCAL", "VLLM_DP_MASTER_IP",
+    "VLLM_DP_MASTER_PORT",
+)  # fmt: skip
 
 CPU_KV_CACHE_BYTES = 2**30  # 45 000 tokens of a 135M policy
 
@@ -53,11 +61,8 @@ def build_llm(
         **engine_kwargs:
             Further arguments of `vllm.LLM`.
     """
-    # Both must be set before vLLM is imported: the engine has to live in this process to be stepped from here.
+    # Before vLLM is imported: the engine has to live in this process to be stepped from here.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
-        os.environ.setdefault(name, value)
-    os.environ.setdefault("MASTER_PORT", str(free_port()))
     prepare_vllm()
     from vllm import LLM
     from vllm.platforms import current_platform
@@ -72,19 +77,38 @@ def build_llm(
         speculative["speculative_config"] = speculative_config(
             drafter, max_draft_tokens, max_num_seqs, draft_sampling == "probabilistic"
         )
-    return make_rollout_llm_class(LLM)(
-        model=model,
-        max_num_seqs=max_num_seqs,
-        max_model_len=max_model_len,
-        distributed_executor_backend="external_launcher",
-        max_num_batched_tokens=4096,
-        logprobs_mode="processed_logprobs",
-        gpu_memory_utilization=gpu_memory_utilization,
-        seed=seed,
-        disable_log_stats=False,
-        **speculative,
-        **engine_kwargs,
-    )
+    with environment_of_one_process():
+        return make_rollout_llm_class(LLM)(
+            model=model,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            distributed_executor_backend="external_launcher",
+            max_num_batched_tokens=4096,
+            logprobs_mode="processed_logprobs",
+            gpu_memory_utilization=gpu_memory_utilization,
+            seed=seed,
+            disable_log_stats=False,
+            **speculative,
+            **engine_kwargs,
+        )
+
+
+@contextmanager
+def environment_of_one_process() -> Iterator[None]:
+    """
+    What an engine reads of a launcher's environment says, inside, that there is this process only.
+
+    Clusters set these variables for every process of a pod, also where nothing was launched: an engine would wait for
+    processes that nobody starts, or for a store that nobody hosts.
+    """
+    found = {name: os.environ.pop(name) for name in LAUNCHER_VARIABLES if name in os.environ}
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    try:
+        yield
+    finally:
+        for name in LAUNCHER_VARIABLES:
+            os.environ.pop(name, None)
+        os.environ.update(found)
 
 
 def free_port() -> int:
