@@ -8,7 +8,9 @@ import pytest
 from tests.conftest import environment_of_its_own
 
 from tlt_trl.tools import doctor
-from tlt_trl.tools.doctor import Finding, as_table, check_model, check_versions, prepare_drafter
+from tlt_trl.tools.doctor import check_versions
+from tlt_trl.tools.doctor_checks import check_drafter, check_model
+from tlt_trl.tools.findings import Finding, as_table, collect
 from tlt_trl.vllm_internals.cpu import SKIP_VARIABLE
 
 
@@ -66,10 +68,12 @@ def test_a_policy_that_cannot_be_drafted_for(make_tiny_policy, tmp_path):
 
 def test_a_drafter_of_another_policy(make_tiny_policy, tmp_path):
     mine, other = make_tiny_policy(tmp_path / "mine"), make_tiny_policy(tmp_path / "other", vocab_size=48)
-    made, finding = prepare_drafter(other, None, str(tmp_path / "drafter"))
-    assert finding.ok and prepare_drafter(other, made, "")[1].ok
-    drafter, finding = prepare_drafter(mine, made, "")
-    assert drafter is None and not finding.ok and "vocab_size" in finding.value
+    made = str(tmp_path / "drafter")
+    for drafter in (None, made):
+        (finding,) = check_drafter(other, drafter, made)
+        assert finding.ok
+    (finding,) = collect("drafter", lambda: check_drafter(mine, made, ""))
+    assert not finding.ok and "vocab_size" in finding.value
 
 
 def test_table_names_what_failed():

