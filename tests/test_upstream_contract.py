@@ -81,7 +81,12 @@ TRAINING: Contract = {
     f"{HF_TRAINER}.is_world_process_zero": (),
     f"{HF_TRAINER}.model": None,
     f"{HF_TRAINER}.state": None,
+    f"{HF_TRAINER}.push_to_hub": None,
+    f"{TRAINER}._tokenize_prompts": ("prompts",),
+    "trl.trainer.grpo_trainer:get_training_chat_template": ("processing_class",),
+    "trl.trainer.grpo_trainer:is_chat_template_prefix_preserving": ("processing_class",),
     "transformers.trainer:TRAINER_STATE_NAME": None,
+    "transformers.trainer:hf_api": (),
     "transformers.trainer:rotate_checkpoints": (
         "output_dir",
         "save_total_limit",
@@ -305,6 +310,12 @@ USES = {
     f"{GENERATION}.generate": ("self.llm.generate(",),
     f"{HF_TRAINER}._save_checkpoint": ("rotate_checkpoints(", "self._push_from_checkpoint("),
     f"{HF_TRAINER}._finalize_training": ("self._load_best_model()",),
+    f"{HF_TRAINER}._push_from_checkpoint": ("hf_api().upload_folder(", "ignore_patterns="),
+    f"{HF_TRAINER}.push_to_hub": ("hf_api().upload_folder(",),
+    f"{TRAINER}._tokenize_prompts": (
+        "self._is_vlm", "self.environment_factories", "self.processing_class", "self.tools", "self.chat_template",
+        "self.chat_template_kwargs", "add_generation_prompt=True",
+    ),
     "accelerate:Accelerator.prepare_model": ("_is_accelerate_prepared", "_original_forward"),
 }  # fmt: skip
 ENGINE_USES = {

@@ -9,12 +9,13 @@ to be: what is not a context manager is undone by nobody because it only adds wh
 
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 from transformers import trainer as transformers_trainer
 from trl.generation import vllm_generation
 from trl.trainer import grpo_trainer
@@ -141,6 +142,30 @@ def uploads_through(upload: Callable[..., Any]) -> Iterator[None]:
     ours = SimpleNamespace(create_repo=api.create_repo, upload_folder=functools.partial(upload, api.upload_folder))
     with _replaced(transformers_trainer, "hf_api", lambda: ours):
         yield
+
+
+def prompt_ids(
+    prompts: list,
+    processing_class: PreTrainedTokenizerBase,
+    tools: Sequence[Callable[..., Any] | dict[str, Any]] = (),
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> list[list[int]]:
+    """
+    Token ids of prompts, by the method with which `GRPOTrainer` makes them, for who has no trainer.
+
+    A drafter is sensitive to the prompt, so there must be no second way to make one. TRL offers none outside its
+    trainer, which replaces the chat template when there are tools in `__init__` (TRL 1.16).
+    """
+    replaces_template = tools and not grpo_trainer.is_chat_template_prefix_preserving(processing_class)
+    trainer = SimpleNamespace(
+        _is_vlm=False,
+        environment_factories=None,
+        processing_class=processing_class,
+        tools=list(tools),
+        chat_template=grpo_trainer.get_training_chat_template(processing_class) if replaces_template else None,
+        chat_template_kwargs=dict(chat_template_kwargs or {}),
+    )
+    return grpo_trainer.GRPOTrainer._tokenize_prompts(trainer, prompts)[0]
 
 
 def version_of(tensor: torch.Tensor) -> int:

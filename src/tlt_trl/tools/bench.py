@@ -21,7 +21,7 @@ from ..generation.engine import RolloutEngine
 from ..generation.rollout_loop import RolloutLoop
 from ..generation.standalone import build_llm, completion_ids
 from ..strategy import make_selector
-from .prompts import read_prompts
+from .prompts import prompt_format_of, read_prompts
 
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def speedup(results: dict[str, list[TimedRollout]], name: str, baseline: str) ->
 
 def run_rollout(args: argparse.Namespace) -> int:
     """`tlt-trl bench rollout`."""
-    prompts = read_prompts(args.prompts, AutoTokenizer.from_pretrained(args.model))
+    prompts = read_prompts(args.prompts, AutoTokenizer.from_pretrained(args.model), prompt_format_of(args))
     prompts = [prompts[i % len(prompts)] for i in range(args.num_prompts)]
     plain, speculative = _engine_pair(args.model, args.drafter, prompts, args.max_completion_length, args)
     selector = make_selector(args.selector, args.strategies, args.max_num_seqs, seed=args.seed)

@@ -1,11 +1,13 @@
 """Command line: `tlt-trl warmup`, `tlt-trl bench`, `tlt-trl doctor` and `tlt-trl timeline`."""
 
 import argparse
+import json
 import logging
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from ..strategy.strategy import Strategy
 
@@ -75,6 +77,27 @@ def _strategy(text: str) -> Strategy:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object.")
+    return value
+
+
+def _add_prompt_format(parser: argparse.ArgumentParser) -> None:
+    """What the run adds to its prompts; without it the drafter would learn from other ones."""
+    parser.add_argument("--system_prompt", help="system message before every prompt, as the run's data set has it")
+    parser.add_argument(
+        "--tools", help="the trainer's `tools`: FILE.py:NAME, a list in a Python file, or FILE.json with JSON schemas"
+    )
+    parser.add_argument(
+        "--chat_template_kwargs", type=_json_object, default={}, help="as in the trainer's arguments, in JSON"
+    )
+
+
 def _add_policy_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, help="folder or Hub id of the policy")
     parser.add_argument("--max_completion_length", type=int, default=256, help="tokens per answer at most")
@@ -97,6 +120,7 @@ def _add_warmup(commands) -> None:
     prompts.add_argument("--dataset", help="Hub id, folder or file that `datasets.load_dataset` takes")
     parser.add_argument("--dataset_split", default="train")
     parser.add_argument("--prompt_column", default="prompt", help="column of the data set, texts or messages")
+    _add_prompt_format(parser)
     parser.add_argument("--output", required=True, type=Path, help="folder for the drafter")
     parser.add_argument("--tokens", type=int, default=80_000, help="tokens of answers to sample and learn from")
     parser.add_argument("--epochs", type=float, default=6.0, help="passes over them")
@@ -115,6 +139,7 @@ def _add_bench_rollout(commands) -> None:
     )
     _add_policy_options(parser)
     parser.add_argument("--prompts", required=True, type=Path, help="JSONL, one prompt a line under the key 'prompt'")
+    _add_prompt_format(parser)
     parser.add_argument("--drafter", required=True, help="folder or Hub id of the drafter")
     parser.add_argument("--selector", default="auto", choices=["fixed", "beg_mab", "cost_model", "auto"])
     _add_strategies(parser, DRAFTER_STRATEGIES)

@@ -33,7 +33,7 @@ from ..generation.rollout_loop import RolloutLoop
 from ..generation.standalone import build_llm, completion_ids
 from ..strategy import Strategy, make_selector
 from ..vllm_internals.contract import UnsupportedEngineError, no_auxiliary_states_message, supports_eagle3
-from .prompts import read_dataset_prompts, read_prompts
+from .prompts import prompt_format_of, read_dataset_prompts, read_prompts
 
 
 if TYPE_CHECKING:
@@ -132,10 +132,11 @@ def warm_up(
 def run(args: argparse.Namespace) -> int:
     """`tlt-trl warmup`."""
     tokenizer = AutoTokenizer.from_pretrained(args.model)
+    prompt_format = prompt_format_of(args)
     if args.prompts is not None:
-        prompts = read_prompts(args.prompts, tokenizer)
+        prompts = read_prompts(args.prompts, tokenizer, prompt_format)
     else:
-        prompts = read_dataset_prompts(args.dataset, args.dataset_split, args.prompt_column, tokenizer)
+        prompts = read_dataset_prompts(args.dataset, args.dataset_split, args.prompt_column, tokenizer, prompt_format)
     metrics = warm_up(
         args.model,
         prompts,
