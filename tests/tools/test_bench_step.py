@@ -228,7 +228,8 @@ def tiny_case(tiny_policy_dir, tmp_path):
 def run_bench(case, folder, *arguments):
     (folder / "cases.json").write_text(json.dumps([case]))
     command = [sys.executable, "-m", "tlt_trl.tools.cli", "bench", "step", "--cases", str(folder / "cases.json")]
-    return subprocess.run([*command, *arguments], capture_output=True, text=True, env=environment_of_its_own())
+    environment = environment_of_its_own() | {"RANK": "1", "WORLD_SIZE": "2"}  # of a pod; nobody else is there
+    return subprocess.run([*command, *arguments], capture_output=True, text=True, env=environment)
 
 
 @pytest.mark.engine

@@ -101,14 +101,18 @@ def environment_of_one_process() -> Iterator[None]:
     Clusters set these variables for every process of a pod, also where nothing was launched: an engine would wait for
     processes that nobody starts, or for a store that nobody hosts.
     """
-    found = {name: os.environ.pop(name) for name in LAUNCHER_VARIABLES if name in os.environ}
+    found = leave_launcher()
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     try:
         yield
     finally:
-        for name in LAUNCHER_VARIABLES:
-            os.environ.pop(name, None)
+        leave_launcher()
         os.environ.update(found)
+
+
+def leave_launcher() -> dict[str, str]:
+    """Removes what a launcher has put into the environment, and returns it."""
+    return {name: os.environ.pop(name) for name in LAUNCHER_VARIABLES if name in os.environ}
 
 
 def free_port() -> int:

@@ -80,8 +80,10 @@ def _run_trainer(name: str, workload: Workload, seed: int, connection: Connectio
     """What runs in the process of a trainer."""
     if name == PLAIN:
         os.environ["VLLM_PLUGINS"] = ""  # ours, which vLLM would load into every engine of this environment
+    from ..generation.standalone import leave_launcher
     from .step_trainer import take_turns
 
+    leave_launcher()  # or the trainer would wait for the other processes of a pod
     take_turns(name, workload, seed, connection)
 
 
