@@ -147,6 +147,13 @@ class TestPromptsAreThoseOfTheRun:
         rows = [messages(("user", "Hello"), ("assistant", "Hello."), ("user", question)) for question in QUESTIONS]
         self.compare(policy, tmp_path, {"prompts": rows}, prompts_of_the_tool(rows))
 
+    def test_tools_change_the_template_of_earlier_turns(self, policy, tmp_path, prompts_of_the_tool, script):
+        thoughts = "<think>\nA greeting.\n</think>\n\nHello."
+        rows = [messages(("user", "Hello"), ("assistant", thoughts), ("user", question)) for question in QUESTIONS]
+        tool = prompts_of_the_tool(rows, "--tools", f"{script}:tools")
+        texts = self.compare(policy, tmp_path, {"prompts": rows, "tools": tools_of(script)}, tool)
+        assert all("A greeting." in text for text in texts)  # the template of the tokenizer leaves it out
+
 
 class TestWhatWouldBeIgnoredIsAnError:
     @pytest.mark.parametrize(
