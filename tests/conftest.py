@@ -41,12 +41,15 @@ def environment_of_its_own() -> dict[str, str]:
     return inherited | {"PYTHONPATH": f"{ROOT}{os.pathsep}{inherited.get('PYTHONPATH', '')}"}
 
 
-def save_tiny_policy(directory, vocab_size=64, num_layers=4, seed=0, tied=True, spread=0.3, model_type="llama"):
+def save_tiny_policy(
+    directory, vocab_size=64, num_layers=4, seed=0, tied=True, spread=0.3, model_type="llama", spread_vectors=0.0
+):
     """
     Saves a random policy with a word-level tokenizer.
 
     `spread` is the standard deviation of the weights: large enough that the distributions are neither uniform nor
-    one-hot, so that a sampling error shows.
+    one-hot, so that a sampling error shows. `spread_vectors` is that of what is added to norms and biases, which begin
+    at one and zero.
     """
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -74,6 +77,8 @@ def save_tiny_policy(directory, vocab_size=64, num_layers=4, seed=0, tied=True, 
             for parameter in model.parameters():
                 if parameter.dim() > 1:
                     parameter.normal_(0.0, spread)
+                elif spread_vectors:
+                    parameter.add_(torch.randn_like(parameter) * spread_vectors)
     model.save_pretrained(directory)
     words = {"<unk>": 0, "<s>": 1, "</s>": 2, "<pad>": 3} | {f"w{i}": i for i in range(4, vocab_size)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))

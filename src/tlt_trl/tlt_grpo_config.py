@@ -7,7 +7,7 @@ from .strategy.strategy import Strategy, check_strategies
 
 
 SELECTORS = ("fixed", "beg_mab", "cost_model", "auto")
-ON_INEXACT = ("error", "disable")
+ON_UNSUPPORTED = ("disable", "error")
 MAX_DRAFT_TOKENS = 16
 DEFAULT_STRATEGIES = ["eagle3 x1", "eagle3 x2", "eagle3 x3", "eagle3 x5", "ngram x4"]
 DEFAULT_FIXED_STRATEGIES = ["eagle3 x3"]
@@ -51,9 +51,10 @@ class TLTGRPOConfig(GRPOConfig):
         speculation_activation_threshold (`int`, *optional*):
             Largest number of running requests at which speculation is on (TLT uses 32); only with
             `speculation_selector='fixed'`. `None` keeps it on always.
-        speculation_on_inexact (`str`, *optional*, defaults to `"error"`):
-            What to do when the check at start-up finds that the engine is not exact under speculation: `'error'`
-            stops, `'disable'` goes on without speculation, as plain TRL would.
+        speculation_on_unsupported (`str`, *optional*, defaults to `"disable"`):
+            What to do where a run cannot speculate and stay exact: a sampling parameter such as `min_p`, a policy that
+            is quantised or of a class that vLLM cannot draft for, an engine that fails the check at start-up.
+            `'disable'` goes on as plain TRL does, without drafter, and says once why; `'error'` stops.
 
         > Parameters that control the engine
 
@@ -145,11 +146,12 @@ class TLTGRPOConfig(GRPOConfig):
             "`speculation_selector='fixed'`. `None` keeps it on always."
         },
     )
-    speculation_on_inexact: str = field(
-        default="error",
+    speculation_on_unsupported: str = field(
+        default="disable",
         metadata={
-            "help": "What to do when the check at start-up finds that the engine is not exact under speculation: "
-            "`'error'` stops, `'disable'` goes on without speculation, as plain TRL would."
+            "help": "What to do where a run cannot speculate and stay exact: a sampling parameter such as `min_p`, a "
+            "policy that is quantised or of a class that vLLM cannot draft for, an engine that fails the check at "
+            "start-up. `'disable'` goes on as plain TRL does, without drafter, and says once why; `'error'` stops."
         },
     )
 
@@ -259,7 +261,7 @@ class TLTGRPOConfig(GRPOConfig):
     def __post_init__(self):
         super().__post_init__()
         self._check_choice("speculation_selector", SELECTORS)
-        self._check_choice("speculation_on_inexact", ON_INEXACT)
+        self._check_choice("speculation_on_unsupported", ON_UNSUPPORTED)
         self._check_strategies()
         for name in ("speculative_config", "disable_log_stats"):
             if name in (self.vllm_engine_kwargs or {}):

@@ -15,7 +15,7 @@ from . import upstream
 from .drafter.modeling_drafter import Drafter
 from .drafter.training_state import FOLDER_NAME, newest_whole_checkpoint
 from .drafter_saving import DrafterKeeper
-from .generation.speculative_generation import SpeculativeVLLMGeneration
+from .generation.plain_generation import build_generation, speculates
 from .online_drafter import InactiveOnlineDrafter, OnlineDrafter, online_drafter_for
 from .telemetry.callbacks import OptimizerStepInterval
 from .telemetry.timeline import POLICY_TRAINING, ROLLOUT, SCORING, NoTimeline, Timeline
@@ -37,7 +37,8 @@ class TLTGRPOTrainer(GRPOTrainer):
 
     A drop-in replacement: the arguments are those of [`~trl.GRPOTrainer`], in the same order, and a plain
     [`~trl.GRPOConfig`] is accepted. The completions are distributed exactly as the policy's, whatever the drafter is
-    worth. With `use_vllm=False` or `vllm_mode="server"` it is TRL's trainer, and says so at start-up.
+    worth. With `use_vllm=False` or `vllm_mode="server"`, and where a run cannot speculate and stay exact
+    (`args.speculation_on_unsupported`), it is TRL's trainer, and says so at start-up.
 
     The method was introduced in [Taming the Long-Tail: Efficient Reasoning RL Training with Adaptive
     Drafter](https://huggingface.co/papers/2511.16665), the choice of the strategy also in [RLHFSpec: Breaking the
@@ -90,9 +91,7 @@ class TLTGRPOTrainer(GRPOTrainer):
         self.speculative = args.use_vllm and args.vllm_mode == "colocate"
         self.online_drafter = InactiveOnlineDrafter()  # not the class's, which would count for all trainers together
         if self.speculative:
-            generation = functools.partial(
-                SpeculativeVLLMGeneration, args=args, drafter=drafter, train_dataset=train_dataset
-            )
+            generation = functools.partial(build_generation, args=args, drafter=drafter, train_dataset=train_dataset)
         else:
             logger.warning(INACTIVE)
         with upstream.replaced_vllm_generation(generation) if self.speculative else nullcontext():
@@ -112,6 +111,8 @@ class TLTGRPOTrainer(GRPOTrainer):
                 rollout_func=rollout_func,
                 environment_factory=environment_factory,
             )
+        # Only the loaded policy tells whether a drafter can be had for it.
+        self.speculative = self.speculative and speculates(self.vllm_generation)
         if args.log_timeline:
             self.timeline = Timeline.of_run(args.output_dir, self.accelerator)
             self.add_callback(OptimizerStepInterval(self.timeline))

@@ -1,7 +1,7 @@
 import json
 
 import pytest
-from transformers import AutoConfig, GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoConfig, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from tlt_trl.drafter import DrafterConfig
 from tlt_trl.drafter.configuration_drafter import default_aux_layer_ids
@@ -77,7 +77,14 @@ def test_bad_fields_are_named(arguments, named):
 
 
 def test_unsupported_policies_are_named():
-    with pytest.raises(ValueError, match="model_type='gpt2'.*llama, qwen2, qwen3"):
+    with pytest.raises(ValueError, match="model_type='gpt2'.*llama, mistral, qwen2, qwen3"):
         DrafterConfig.from_policy_config(GPT2Config())
-    with pytest.raises(ValueError, match="hidden_act='silu', got 'gelu'"):
-        DrafterConfig.from_policy_config(LlamaConfig(hidden_act="gelu"))
+
+
+def test_the_layer_is_the_engines_whatever_the_policys_activation():
+    assert DrafterConfig.from_policy_config(LlamaConfig(hidden_act="gelu")).hidden_act == "silu"
+
+
+def test_fields_that_mistral_leaves_out():
+    config = DrafterConfig.from_policy_config(MistralConfig(hidden_size=96, num_attention_heads=3, head_dim=None))
+    assert config.head_dim == 32 and not config.attention_bias

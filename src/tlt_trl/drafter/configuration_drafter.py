@@ -6,7 +6,8 @@ from typing import Any
 from transformers import LlamaConfig, PretrainedConfig
 
 
-SUPPORTED_POLICY_TYPES = ("llama", "qwen2", "qwen3")
+# Those of which an engine was run with a drafter (tests/matrix).
+SUPPORTED_POLICY_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 HEADS = ("own", "policy")
 
@@ -92,7 +93,7 @@ class DrafterConfig(LlamaConfig):
 
         Args:
             policy_config ([`~transformers.PretrainedConfig`]):
-                Configuration of a Llama, Qwen2 or Qwen3 policy.
+                Configuration of a policy of one of `SUPPORTED_POLICY_TYPES`.
             draft_vocab_size (`int`, *optional*):
                 Size of the reduced vocabulary. `None` keeps the whole one.
             aux_hidden_state_layer_ids (`Sequence[int]`, *optional*):
@@ -105,8 +106,6 @@ class DrafterConfig(LlamaConfig):
                 f"No drafter can be made for a policy of model_type={policy_config.model_type!r}. "
                 f"Supported: {', '.join(SUPPORTED_POLICY_TYPES)}."
             )
-        if policy_config.hidden_act != "silu":
-            raise ValueError(f"The engines' EAGLE-3 layer needs hidden_act='silu', got {policy_config.hidden_act!r}.")
         num_layers = policy_config.num_hidden_layers
         if aux_hidden_state_layer_ids is None:
             aux_hidden_state_layer_ids = default_aux_layer_ids(num_layers)
@@ -125,7 +124,7 @@ class DrafterConfig(LlamaConfig):
             num_attention_heads=policy_config.num_attention_heads,
             num_key_value_heads=policy_config.num_key_value_heads,
             head_dim=policy_head_dim(policy_config),
-            hidden_act=policy_config.hidden_act,
+            hidden_act="silu",  # the engines' EAGLE-3 layer has no other
             max_position_embeddings=policy_config.max_position_embeddings,
             rms_norm_eps=policy_config.rms_norm_eps,
             rope_parameters=dict(policy_config.rope_parameters),
@@ -159,12 +158,11 @@ def checked_layer_ids(layer_ids: Sequence[int], num_hidden_layers: int) -> list[
 
 
 def policy_head_dim(policy_config: PretrainedConfig) -> int:
-    """Qwen2 has no `head_dim` field, Llama and Qwen3 may set one that is not `hidden_size / num_attention_heads`."""
-    if policy_config.model_type == "qwen2":
-        return policy_config.hidden_size // policy_config.num_attention_heads
-    return policy_config.head_dim
+    """Qwen2 has no such field, Mistral may leave it empty; the others may set one that is not the quotient."""
+    head_dim = policy_config.to_dict().get("head_dim")
+    return policy_config.hidden_size // policy_config.num_attention_heads if head_dim is None else head_dim
 
 
 def policy_has_attention_bias(policy_config: PretrainedConfig) -> bool:
-    """Qwen2 always has a bias on q, k and v, but no field that says so."""
-    return policy_config.model_type == "qwen2" or policy_config.attention_bias
+    """Qwen2 always has a bias on q, k and v but no field that says so; Mistral has neither."""
+    return policy_config.model_type == "qwen2" or policy_config.to_dict().get("attention_bias", False)

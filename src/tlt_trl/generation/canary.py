@@ -261,6 +261,5 @@ def failure_message(results: list[CanaryResult]) -> str:
     lines = "\n".join(f"  - {result.name}: {result.detail}" for result in failed)
     return (
         f"{len(failed)} of {len(results)} checks say that this engine is not exact under speculation:\n{lines}\n"
-        "Training on its samples would change what is learnt. Run `tlt-trl doctor` for a report; "
-        "`speculation_on_inexact='disable'` continues without speculation."
+        "Training on its speculative samples would change what is learnt. Run `tlt-trl doctor` for a report."
     )

@@ -1,32 +1,75 @@
-"""Is this policy one that can be rolled out with a drafter? Asked before an engine is built."""
+"""Can this run speculate? Asked when the policy is loaded, before an engine is built."""
 
+from typing import TYPE_CHECKING
+
+from accelerate.utils import is_peft_model
 from peft import PeftModel
 from transformers import AutoConfig, PreTrainedModel
 
+from ..drafter.configuration_drafter import SUPPORTED_POLICY_TYPES
 from ..drafter.initialization import inner_language_model
-from ..vllm_internals.contract import UnsupportedEngineError, no_auxiliary_states_message, supports_eagle3
+from ..vllm_internals.contract import no_auxiliary_states_message, supports_eagle3, why_vllm_is_unsupported
+from .sampling_parameters import why_config_is_inexact
 
 
-def check_policy(policy: PreTrainedModel | PeftModel, trust_remote_code: bool = False) -> None:
+if TYPE_CHECKING:
+    from ..tlt_grpo_config import TLTGRPOConfig
+
+
+def why_unsupported(args: "TLTGRPOConfig", policy: PreTrainedModel | PeftModel) -> str | None:
     """
-    Raises:
-        [`UnsupportedEngineError`]: If vLLM gives away no hidden states of policies of this class.
-        `ValueError`: If the policy is quantised, or has another embedding than the checkpoint it was loaded from.
+    What keeps a run from speculating, in a script that TRL's trainer runs.
+
+    Args:
+        args ([`TLTGRPOConfig`]):
+            Configuration of the run.
+        policy ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            The policy as TRL has loaded it.
+
+    Returns:
+        `str` or `None`: The reason and what would bring speculation back, in words; `None` when nothing does.
     """
-    check_not_quantized(policy)
+    if args.vllm_model_impl == "transformers":
+        return (
+            "`vllm_model_impl='transformers'` was not tried with a drafter. Speculation comes back with vLLM's own "
+            "implementation of the policy: leave the argument out."
+        )
+    return why_vllm_is_unsupported() or why_config_is_inexact(args) or why_policy_is_unsupported(policy)
+
+
+def why_policy_is_unsupported(policy: PreTrainedModel | PeftModel) -> str | None:
+    """As [`why_unsupported`], what lies in the policy alone."""
+    if policy.config.to_dict().get("quantization_config") is not None:
+        return (
+            "The policy is quantised (`quantization_config`), and neither a drafter nor the weight sync with read-back "
+            "can work with packed weights. Speculation comes back when it is loaded unquantised; LoRA works."
+        )
     architectures = policy.config.architectures or [type(inner_language_model(policy)).__name__]
     if not supports_eagle3(architectures):
-        raise UnsupportedEngineError(no_auxiliary_states_message(architectures))
-    check_embedding_rows(policy, trust_remote_code)
-
-
-def check_not_quantized(policy: PreTrainedModel | PeftModel) -> None:
-    """Raises a `ValueError` for a quantised policy."""
-    if policy.config.to_dict().get("quantization_config") is not None:
-        raise ValueError(
-            "The policy is quantised (`quantization_config`); neither a drafter nor the weight sync with read-back "
-            "can work with packed weights. Load it unquantised (LoRA works), or use TRL's GRPOTrainer."
+        return no_auxiliary_states_message(architectures)
+    if policy.config.model_type not in SUPPORTED_POLICY_TYPES:
+        return (
+            f"No drafter was tried for policies of model_type={policy.config.model_type!r}; those of "
+            f"{', '.join(SUPPORTED_POLICY_TYPES)} can have one."
         )
+    return _why_head_is_unsupported(policy)
+
+
+def _why_head_is_unsupported(policy: PreTrainedModel | PeftModel) -> str | None:
+    """vLLM ties the head to the embedding where the configuration says so, whatever the policy has become since."""
+    base = policy.get_base_model() if is_peft_model(policy) else policy
+    if not base.config.get_text_config().tie_word_embeddings:
+        return None
+    head, embedding = base.get_output_embeddings().weight, base.get_input_embeddings().weight
+    if head is embedding:
+        return None
+    return (
+        "The policy's head and embedding are tied in its configuration (`tie_word_embeddings`), but training has been "
+        "given a copy of one of them, as `modules_to_save` makes it. vLLM ties them, so it would sample with another "
+        "head than the one that is trained; plain TRL does so too. Take 'lm_head' and 'embed_tokens' out of "
+        "`modules_to_save`, or save the policy untied (`tie_word_embeddings=False`, with a head of its own) and train "
+        "that."
+    )
 
 
 def check_embedding_rows(policy: PreTrainedModel | PeftModel, trust_remote_code: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Sampling parameters under speculation: which are honoured, and which are refused because they would not be."""
+"""Sampling parameters under speculation: which are honoured, and with which a run goes on without it."""
 
 from collections.abc import Mapping
 from operator import attrgetter
@@ -14,15 +14,14 @@ if TYPE_CHECKING:
 # Parameters that vLLM does not honour while it speculates: the value that means "unset", and what to do instead.
 # tests/lossless/test_sampling_parameters.py has one test per parameter against a plain run; what fails there is here.
 REFUSED_PARAMETERS = {
-    "min_p": (0.0, "vLLM refuses it with speculative decoding; use `top_p`, or `top_k`, or TRL's GRPOTrainer"),
+    "min_p": (0.0, "vLLM refuses it with speculative decoding; use `top_p` or `top_k` in its place"),
     "logit_bias": ({}, "vLLM refuses it with speculative decoding; use `bad_words` or `allowed_token_ids`"),
     "min_tokens": (
         0,
-        "vLLM does not count the draft tokens accepted in the same step and suppresses the end too long; leave it "
-        "out, or use TRL's GRPOTrainer",
+        "vLLM does not count the draft tokens accepted in the same step and suppresses the end too long; leave it out",
     ),
-    "thinking_token_budget": (None, "it was not checked with speculation; use TRL's GRPOTrainer"),
-    "repetition_detection": (None, "it was not checked with speculation; use TRL's GRPOTrainer"),
+    "thinking_token_budget": (None, "it was not checked with speculation; leave it out"),
+    "repetition_detection": (None, "it was not checked with speculation; leave it out"),
 }
 # Honoured only while every step drafts the same number of tokens, greedily.
 REFUSED_WITH_ADAPTIVE_LENGTHS = {
@@ -57,30 +56,30 @@ HONOURED_PARAMETERS = (
 )
 
 
-def check_sampling_config(args: "TLTGRPOConfig") -> None:
-    """Refuses a config whose sampling, in training or evaluation, the engine would not honour under speculation."""
+def why_config_is_inexact(args: "TLTGRPOConfig") -> str | None:
+    """What in the sampling of a config, of training or evaluation, the engine would not honour under speculation."""
     parameters = {"min_p": args.min_p} | (args.generation_kwargs or {})
-    check_sampling_parameters(parameters, "in the config", adaptive=not args.repeats_seeds)
+    return why_inexact(parameters, adaptive=not args.repeats_seeds)
 
 
-def check_sampling_parameters(parameters: Mapping[str, Any], source: str, adaptive: bool = True) -> None:
+def why_inexact(parameters: Mapping[str, Any], adaptive: bool = True) -> str | None:
     """
-    Refuses sampling parameters that the engine would not honour under speculation.
+    Which sampling parameter the engine would not honour under speculation, why, and what to do instead.
 
     Args:
         parameters (`Mapping[str, Any]`):
             Parameters by name; those that are `None` or at the value that means "unset" are fine.
-        source (`str`):
-            Where they come from, for the message.
         adaptive (`bool`, *optional*, defaults to `True`):
             Whether the number of draft tokens may change from step to step, or drafts are drawn at random.
+
+    Returns:
+        `str` or `None`: `None` when all of them are honoured.
     """
     for name, (unset, remedy) in _refused(adaptive).items():
         value = parameters.get(name)
         if value is not None and value != unset:
-            raise ValueError(
-                f"`{name}={value!r}` ({source}) cannot be used with speculation, in training or evaluation: {remedy}."
-            )
+            return f"`{name}={value!r}` is not exact under speculation: {remedy}."
+    return None
 
 
 def inexact_parameter(params: "SamplingParams", repeats_seeds: bool) -> str | None:

@@ -28,10 +28,9 @@ from .canary import InexactEngineError, failure_message, run_canary
 from .cuda_graphs import plan_cuda_graphs
 from .drafter_lag import DrafterLag
 from .engine import RolloutEngine
-from .policy_checks import check_policy
+from .policy_checks import check_embedding_rows
 from .policy_mark import PolicyMark
 from .rollout_loop import RolloutLoop
-from .sampling_parameters import check_sampling_config
 
 
 if TYPE_CHECKING:
@@ -71,6 +70,8 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
             Told of trainings of the drafter and of rollouts.
         timeline ([`Timeline`]):
             Where syncs are noted.
+        is_exact (`bool`):
+            Whether the engine has passed the check at start-up; else it never speculates.
     """
 
     drafter: Drafter
@@ -87,8 +88,8 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
         train_dataset: Iterable[dict[str, Any]] | None,
         **kwargs: Any,
     ):
-        check_sampling_config(args)
         self.args = args
+        self.is_exact = True
         self.alarms = Alarms()
         self.timeline: Timeline | NoTimeline = NoTimeline()
         self._given_drafter = drafter
@@ -105,7 +106,7 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
             return super()._init_vllm()
 
         prepare_vllm()
-        check_policy(self.model, self.trust_remote_code)
+        check_embedding_rows(self.model, self.trust_remote_code)
         args = self.args
         tokenizer = self.processing_class
         if not isinstance(tokenizer, PreTrainedTokenizerBase):
@@ -185,11 +186,12 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
         """Asks the engine, before anything is trained on its samples, whether it is exact under speculation."""
         # An engine that sleeps at level 2 has no weights yet.
         results = run_canary(self.engine, has_weights=not self.enable_sleep_mode)
-        if all(result.ok for result in results):
+        self.is_exact = all(result.ok for result in results)
+        if self.is_exact:
             return
-        if self.args.speculation_on_inexact == "error":
+        if self.args.speculation_on_unsupported == "error":
             raise InexactEngineError(failure_message(results))
-        logger.warning("%s\nGoing on without speculation.", failure_message(results))
+        logger.warning("%s\nThis run goes on without speculation and without a drafter.", failure_message(results))
         self.rollout_loop.disabled.add("inexact")
 
     # ---- weight sync -----------------------------------------------------------------------------------------------
@@ -213,8 +215,9 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
         self.engine.push_policy(self._policy_weights(), verify=self.args.vllm_verify_weight_sync)
-        # Sleep level 2 discards the drafter's weights too, and silently: text stays right, acceptance falls to 1.0.
-        self._push_drafter()
+        if self.is_exact:
+            # Sleep level 2 discards the drafter's weights too, silently: text stays right, acceptance falls to 1.0.
+            self._push_drafter()
         self.engine.reset_prefix_cache()
         # Not before: TRL merges adapters into the weights for the push and takes them out again.
         self._synced_mark = PolicyMark.of(self.model.parameters())

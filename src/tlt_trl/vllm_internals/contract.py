@@ -1,6 +1,7 @@
 """Which vLLM is supported, and how its private names are read and replaced."""
 
 import operator
+import os
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -21,13 +22,35 @@ class UnsupportedEngineError(RuntimeError):
 
 def check_vllm_version() -> None:
     """Raises [`UnsupportedEngineError`] unless the installed vLLM is one that was tested."""
+    if not _is_tested_version():
+        raise UnsupportedEngineError(_untested_version_message())
+
+
+def why_vllm_is_unsupported() -> str | None:
+    """What is wrong with the installed vLLM, or with the way it is told to run; `None` when nothing is."""
+    if not _is_tested_version():
+        return _untested_version_message()
+    if os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0") != "0":
+        return (
+            "The environment sets VLLM_USE_V2_MODEL_RUNNER, and only vLLM's V1 model runner is driven here. "
+            "Speculation comes back without that variable."
+        )
+    return None
+
+
+def _is_tested_version() -> bool:
     import vllm
 
-    if not SUPPORTED_VLLM.contains(vllm.__version__.split("+")[0], prereleases=True):
-        raise UnsupportedEngineError(
-            f"vLLM {vllm.__version__} is installed, but speculative rollouts were tested with vllm{SUPPORTED_VLLM} "
-            "only. Install a version in that range, or use TRL's GRPOTrainer, which runs without speculation."
-        )
+    return SUPPORTED_VLLM.contains(vllm.__version__.split("+")[0], prereleases=True)
+
+
+def _untested_version_message() -> str:
+    import vllm
+
+    return (
+        f"vLLM {vllm.__version__} is installed, but speculative rollouts were tested with vllm{SUPPORTED_VLLM} only. "
+        "Install a version in that range, or use TRL's GRPOTrainer, which runs without speculation."
+    )
 
 
 def require(owner: Any, path: str) -> Any:
@@ -88,6 +111,6 @@ def no_auxiliary_states_message(architectures: Sequence[str]) -> str:
     """What to tell somebody whose policy cannot be drafted for."""
     return (
         f"A policy of architecture {', '.join(architectures)} cannot be drafted for: its class in vLLM does not give "
-        "away auxiliary hidden states (`SupportsEagle3`), which the drafter reads. Those of Llama, Qwen2 and Qwen3 "
-        "do; for this policy use TRL's GRPOTrainer, which runs without speculation."
+        "away auxiliary hidden states (`SupportsEagle3`), which the drafter reads. Those of Llama, Mistral, Qwen2 and "
+        "Qwen3 do."
     )
