@@ -89,7 +89,7 @@ def test_strategies_can_come_from_a_command_line(tmp_path):
     ("field", "value", "shown"),
     [
         ("speculation_selector", "ucb", "'ucb'"),
-        ("speculation_on_inexact", "ignore", "'ignore'"),
+        ("speculation_on_unsupported", "ignore", "'ignore'"),
         ("speculation_strategies", [], "[]"),
         ("speculation_strategies", "eagle3 x3", "'eagle3 x3'"),
         ("speculation_strategies", ["eagle3 x3 beam"], "'beam'"),

@@ -119,8 +119,11 @@ class TestWithoutVLLM:
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"min_p": 0.1}, "min_p"),
-        ({"generation_kwargs": {"logit_bias": {3: 1.0}}}, "logit_bias"),
+        ({"min_p": 0.1, "speculation_on_unsupported": "error"}, "min_p"),
+        (
+            {"generation_kwargs": {"logit_bias": {3: 1.0}}, "speculation_on_unsupported": "error"},
+            "cannot speculate.*logit_bias",
+        ),
         ({"drafter_vocab_size": 1000}, "drafter_vocab_size"),
     ],
 )

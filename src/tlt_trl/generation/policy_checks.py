@@ -41,8 +41,8 @@ def why_policy_is_unsupported(policy: PreTrainedModel | PeftModel) -> str | None
     """As [`why_unsupported`], what lies in the policy alone."""
     if policy.config.to_dict().get("quantization_config") is not None:
         return (
-            "The policy is quantised (`quantization_config`), and neither a drafter nor the weight sync with read-back "
-            "can work with packed weights. Speculation comes back when it is loaded unquantised; LoRA works."
+            "The policy is quantised (`quantization_config`), and neither a drafter nor the weight sync with "
+            "read-back can work with packed weights. Load it unquantised to speculate; LoRA works."
         )
     architectures = policy.config.architectures or [type(inner_language_model(policy)).__name__]
     if not supports_eagle3(architectures):

@@ -4,8 +4,8 @@ Comparing weights that were pushed into an engine with what the engine holds.
 An engine may fuse weights (q, k and v in one tensor), pad them, keep them in a finer dtype (the CPU backend may have
 float32 biases beside bfloat16 weights), or pack them into a form that cannot be read (it leaves an empty `weight`).
 Tensors are compared bit for bit by a checksum, in the dtype that the engine keeps them in: after the load where they
-can be read then, else at the moment before they are packed. Whether the engine multiplies by what was packed is told by
-the layer's products with fixed probe vectors.
+can be read then, else at the moment before they are packed. Whether the engine multiplies by what was packed is told
+by the layer's products with fixed probe vectors.
 """
 
 import functools
