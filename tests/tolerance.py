@@ -78,6 +78,31 @@ def forward_operations(config: PretrainedConfig, num_tokens: int) -> int:
     return config.num_hidden_layers * layer + hidden_size
 
 
+def forward_roundings(config: PretrainedConfig) -> int:
+    """
+    Roundings on the way to one logit of a decoder in bfloat16, whose kernels add up in float32 and round the result.
+
+    Args:
+        config (`transformers.PretrainedConfig`):
+            Configuration of the policy.
+    """
+    # Of a layer: two norms, query, key and value, rotation, attention, output, gate and up, product, down, two sums.
+    return 12 * config.num_hidden_layers + 2
+
+
+def typical_difference(dtype: torch.dtype, num_operations: int, scale: float) -> float:
+    """
+    As [`tolerance`], for the root mean square over many entries: none of them has to be the largest of thousands.
+
+    Args:
+        dtype (`torch.dtype`), num_operations (`int`):
+            See [`tolerance`]; for sums that are rounded once at their end, the number of roundings.
+        scale (`float`):
+            Root mean square of the numbers.
+    """
+    return 2.0 * torch.finfo(dtype).eps * math.sqrt(num_operations) * scale
+
+
 def logprob_tolerance(temperature: float = 1.0) -> float:
     """
     Tolerance for log-probs of a policy of `conftest.save_tiny_policy`, in float32, from engine and Hugging Face model.

@@ -40,7 +40,7 @@ def assert_trained_as_plain_trl(result, folder, *words):
 @pytest.mark.parametrize(
     ("kwargs", "words"),
     [
-        # The rest of the reasons: tests/generation/test_policy_checks.py. A filter that vLLM cannot apply to drafts (so
+        # Other reasons: tests/generation/test_policy_checks.py. A filter that vLLM cannot apply to drafts (so
         # weak that log-probs stay what they are), and a class that gives away no hidden states.
         ({"min_p": 2e-5}, ["min_p=2e-05", "`top_p`"]),
         ({"model_type": "gemma"}, ["GemmaForCausalLM", "auxiliary hidden states"]),

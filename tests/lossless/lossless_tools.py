@@ -23,13 +23,13 @@ SIGNIFICANCE = 1e-6
 TIE = 1e-4
 
 
-def save_predictable_policy(save_tiny_policy, directory: str, seed: int = 3) -> PreTrainedModel:
+def save_predictable_policy(save_tiny_policy, directory: str, seed: int = 3, tied: bool = False) -> PreTrainedModel:
     """
     A random policy that prefers three tokens whatever the context, so that a drafter learns it within seconds.
 
     The rest of its distribution depends on the context: attending to the wrong tokens shows in the statistics.
     """
-    save_tiny_policy(directory, vocab_size=VOCAB_SIZE, spread=0.2, seed=seed, tied=False)
+    save_tiny_policy(directory, vocab_size=VOCAB_SIZE, spread=0.2, seed=seed, tied=tied)
     policy = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -79,7 +79,7 @@ class Rollout:
 
     outputs: list = field(default_factory=list)
     drafts: int = 0
-    accepted_by_position: Tensor = field(default_factory=lambda: torch.zeros(MAX_DRAFT_TOKENS))
+    accepted_by_position: Tensor = field(default_factory=lambda: torch.zeros(16))
 
     @property
     def token_ids(self) -> list[list[int]]:
@@ -94,7 +94,15 @@ class Rollout:
 class EngineUnderTest:
     """One float32 engine with a policy and a drafter, whose number of draft tokens a test sets per rollout."""
 
-    def __init__(self, policy: PreTrainedModel, policy_dir: str, drafter: Drafter, drafter_dir: str, **options):
+    def __init__(
+        self,
+        policy: PreTrainedModel,
+        policy_dir: str,
+        drafter: Drafter,
+        drafter_dir: str,
+        max_draft_tokens: int = MAX_DRAFT_TOKENS,
+        **options,
+    ):
         self.policy = policy
         drafter.save_pretrained(drafter_dir)
         defaults = {
@@ -105,7 +113,7 @@ class EngineUnderTest:
             "enforce_eager": True,
         }
         self.llm = build_llm(
-            policy_dir, drafter=drafter_dir, max_draft_tokens=MAX_DRAFT_TOKENS, **(defaults | options)
+            policy_dir, drafter=drafter_dir, max_draft_tokens=max_draft_tokens, **(defaults | options)
         )
         self.engine = RolloutEngine(self.llm)
         self.engine.repeats_seeds = True  # most tests play one strategy
