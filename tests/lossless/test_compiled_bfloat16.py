@@ -1,7 +1,8 @@
 """
 The distribution of an engine as users have it: compiled, in bfloat16, with a head that is tied to the embedding, and
 with long drafts. The reference is the policy in bfloat16, whose roundings differ from the engine's; they are small
-against what a fault does, as the test at a wrong temperature shows.
+against what a fault does, as the test at a wrong temperature shows. No filters here: rounding moves tokens over their
+edges.
 """
 
 import pytest
@@ -47,21 +48,22 @@ def prompts():
 
 
 @pytest.mark.parametrize(
-    ("num_draft_tokens", "drafts", "sampling"),
+    ("num_draft_tokens", "drafts", "temperature"),
     [
-        (8, "greedy", {"temperature": 1.0}),
-        (8, "probabilistic", {"temperature": 0.7, "top_p": 0.9}),
-        pytest.param(3, "greedy", {"temperature": 0.7, "top_k": 20}, marks=pytest.mark.slow),
-        pytest.param(5, "probabilistic", {"temperature": 1.0}, marks=pytest.mark.slow),
+        (8, "greedy", 1.0),
+        (8, "probabilistic", 0.7),
+        pytest.param(3, "greedy", 0.7, marks=pytest.mark.slow),
+        pytest.param(5, "probabilistic", 1.0, marks=pytest.mark.slow),
     ],
 )
-def test_every_token_follows_the_policy(under_test, prompts, num_draft_tokens, drafts, sampling):
-    rollout = under_test.rollout(prompts, eagle3(num_draft_tokens, drafts), max_tokens=LENGTH, **sampling)
-    assert rollout.first_acceptance > 0.3 and rollout.accepted_by_position[num_draft_tokens - 1] > 0
-    assert rollout_p_value(under_test.policy, prompts, rollout.token_ids, **sampling) > SIGNIFICANCE
-    wrong = sampling | {"temperature": 1.1 * sampling["temperature"]}
-    if "top_p" not in sampling:  # a filter moves with the temperature, which leaves too few contexts to compare
-        assert rollout_p_value(under_test.policy, prompts, rollout.token_ids, **wrong) < SIGNIFICANCE
+def test_every_token_follows_the_policy(under_test, prompts, num_draft_tokens, drafts, temperature):
+    rollout = under_test.rollout(prompts, eagle3(num_draft_tokens, drafts), max_tokens=LENGTH, temperature=temperature)
+    assert rollout.first_acceptance > 0.25 and rollout.accepted_by_position[num_draft_tokens - 1] > 0
+
+    def p_value(reference):
+        return rollout_p_value(under_test.policy, prompts, rollout.token_ids, temperature=reference)
+
+    assert p_value(temperature) > SIGNIFICANCE > p_value(1.1 * temperature)
 
 
 def test_draft_lengths_that_change(under_test, prompts):

@@ -17,7 +17,7 @@ class Fused(nn.Module):
     def __init__(self, parts, packed, biases=None):
         super().__init__()
         self.kernel = torch.cat(parts)
-        self.output_sizes = [len(part) for part in parts]
+        self.output_partition_sizes = [len(part) for part in parts]
         self.weight = nn.Parameter(self.kernel[:0] if packed else self.kernel.clone(), requires_grad=False)
         if biases is not None:
             self.bias = nn.Parameter(torch.cat(biases).float(), requires_grad=False)

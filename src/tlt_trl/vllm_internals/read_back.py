@@ -105,8 +105,8 @@ def noting_packed_weights() -> Iterator[PackedChecksums]:
 
     def note_and_pack(layer: torch.nn.Module, remove_weight: bool) -> None:
         if remove_weight and not layer.weight.is_meta and layer.weight.dim() == 2:
-            # A fused layer has its parts beside each other, each of a size of its own.
-            sizes = vars(layer).get("output_sizes", [len(layer.weight)])
+            # Those of a fused layer; one whose input is split over ranks has a single part and does not name it.
+            sizes = vars(layer).get("output_partition_sizes", [len(layer.weight)])
             noted[layer] = [bits_checksum(part) for part in layer.weight.data.split(sizes)]
         pack(layer, remove_weight)
 
@@ -195,7 +195,7 @@ class EngineTensors:
 def _rows_of_part(module: torch.nn.Module, index: int | None, rows: int | None) -> slice:
     if index is None:
         return slice(0, rows)
-    sizes = module.output_sizes
+    sizes = module.output_partition_sizes
     start = sum(sizes[:index])
     return slice(start, start + sizes[index])
 
