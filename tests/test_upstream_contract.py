@@ -271,6 +271,13 @@ ENGINE: Contract = {
     "vllm.model_executor.model_loader.reload:initialize_layerwise_reload": ("model",),
     # Samplers.
     "vllm.v1.sample.logits_processor:LogitsProcessors": (),
+    "vllm.v1.sample.logits_processor:LogitsProcessors.argmax_invariant": None,
+    "vllm.v1.sample.logits_processor:LogitsProcessors.non_argmax_invariant": None,
+    "vllm.v1.sample.logits_processor.builtin:LogitBiasLogitsProcessor.is_argmax_invariant": (),
+    "vllm.v1.sample.logits_processor.builtin:MinPLogitsProcessor.is_argmax_invariant": (),
+    "vllm.v1.engine.input_processor:InputProcessor.speculative_config": None,
+    f"{RUNNER}.input_batch": None,
+    f"{RUNNER}.pin_memory": None,
     "vllm.v1.sample.metadata:SamplingMetadata": (
         "temperature", "all_greedy", "all_random", "top_p", "top_k", "generators", "max_num_logprobs", "no_penalties",
         "prompt_token_ids", "frequency_penalties", "presence_penalties", "repetition_penalties", "output_token_ids",
@@ -320,6 +327,10 @@ USES = {
     "accelerate:Accelerator.prepare_model": ("_is_accelerate_prepared", "_original_forward"),
 }  # fmt: skip
 ENGINE_USES = {
+    "vllm.model_executor.layers.linear:UnquantizedLinearMethod.process_weights_after_loading": (
+        "import dispatch_cpu_unquantized_gemm",
+        "dispatch_cpu_unquantized_gemm(layer, remove_weight=True)",
+    ),
     f"{SCHEDULER}.schedule": ("self.dynamic_sd_lookup[", "num_spec_tokens_to_schedule"),
     f"{PROPOSER}.propose": ("_last_draft_probs",),
     f"{PROPOSER}._sample_draft_tokens": ("self._greedy_sample(", "self._enable_probabilistic_draft_probs"),

@@ -129,13 +129,31 @@ def test_allowed_token_ids(under_test):
     assert {token for tokens, *_ in plain for token in tokens} <= set(allowed)
 
 
-@pytest.mark.parametrize("name", ["min_p", "logit_bias"])
-def test_refused_by_the_engine_and_by_us(under_test, name):
-    value = {"min_p": 0.1, "logit_bias": {5: 1.0}}[name]
-    from vllm.exceptions import VLLMValidationError
+def keep_likely(logits, ids, prompt_length):
+    probabilities = logits.softmax(-1)
+    return logits.masked_fill(probabilities < 0.1 * probabilities.amax(-1, keepdim=True), -torch.inf)
 
-    with pytest.raises(VLLMValidationError, match="speculative decoding"):
-        under_test.rollout(PROMPTS[:1], "eagle3 x3", max_tokens=2, **{name: value})
+
+def prefer_and_avoid(logits, ids, prompt_length):
+    logits[..., 7] += 2.0
+    logits[..., 5] -= 1.0
+    return logits
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "adjust"),
+    [("min_p", 0.1, keep_likely), ("logit_bias", {7: 2.0, 5: -1.0}, prefer_and_avoid)],
+)
+def test_what_cannot_be_applied_to_drafts_makes_steps_plain(under_test, name, value, adjust):
+    # More requests than run at once: those with the parameter come in while drafts of the others are verified.
+    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(800)]
+    own = [{name: value} if i >= 560 else {} for i in range(len(prompts))]
+    rollout = under_test.rollout(prompts, "eagle3 x3", params_by_prompt=own, temperature=1.0, max_tokens=LENGTH)
+    assert rollout.drafts > 0
+    for group, own_adjust, other in ((slice(560), penalise(), adjust), (slice(560, None), adjust, penalise())):
+        mine, tokens = prompts[group], rollout.token_ids[group]
+        assert rollout_p_value(under_test.policy, mine, tokens, own_adjust, temperature=1.0) > SIGNIFICANCE
+        assert rollout_p_value(under_test.policy, mine, tokens, other, temperature=1.0) < SIGNIFICANCE
     assert name in REFUSED_PARAMETERS
     reason = why_inexact({name: value})
     assert reason.startswith(f"`{name}={value}`") and "use `" in reason

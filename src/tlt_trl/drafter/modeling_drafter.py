@@ -145,7 +145,7 @@ class Drafter(PreTrainedModel):
 
         Args:
             policy (`torch.nn.Module`):
-                Llama, Qwen2 or Qwen3 causal language model, tied or untied, possibly inside a PEFT wrapper.
+                Llama, Mistral, Qwen2 or Qwen3 causal language model, tied or untied, possibly inside a PEFT wrapper.
             draft_token_ids (`torch.LongTensor`, *optional*):
                 Sorted policy token ids of the reduced vocabulary, see
                 [`~tlt_trl.drafter.vocabulary.most_frequent_token_ids`]. `None` keeps the whole vocabulary.

@@ -19,6 +19,7 @@ from ..vllm_internals.cpu_verification import verify_in_one_pass
 from ..vllm_internals.outputs import process_tokens_one_by_one
 from ..vllm_internals.parts import EngineParts
 from ..vllm_internals.proposer import SteeredProposer
+from ..vllm_internals.requests import accept_requests_for_plain_steps
 from ..vllm_internals.scheduler import EngineStep, SteeredScheduler
 from ..vllm_internals.weights import EngineWeights
 from .lookup import LookupDrafter
@@ -71,6 +72,7 @@ class RolloutEngine:
         if parts.speculative_config is not None:
             max_draft_tokens = parts.speculative_config.num_speculative_tokens
             self.proposer = SteeredProposer(parts.proposer, parts.can_defer, parts.has_grammar)
+            accept_requests_for_plain_steps(parts)
         # A drafter that cannot be deferred would run in every step all the same, and an asynchronous scheduler never
         # has a step's tokens in time.
         self.can_look_up = parts.can_defer and not parts.is_asynchronous

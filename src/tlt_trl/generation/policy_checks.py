@@ -1,10 +1,11 @@
 """Can this run speculate? Asked when the policy is loaded, before an engine is built."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from accelerate.utils import is_peft_model
 from peft import PeftModel
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from ..drafter.configuration_drafter import SUPPORTED_POLICY_TYPES
 from ..drafter.initialization import inner_language_model
@@ -45,14 +46,19 @@ def why_policy_is_unsupported(policy: PreTrainedModel | PeftModel) -> str | None
             "read-back can work with packed weights. Load it unquantised to speculate; LoRA works."
         )
     architectures = policy.config.architectures or [type(inner_language_model(policy)).__name__]
+    return why_type_is_unsupported(policy.config, architectures) or _why_head_is_unsupported(policy)
+
+
+def why_type_is_unsupported(config: PretrainedConfig, architectures: Sequence[str]) -> str | None:
+    """As [`why_unsupported`], what the configuration of a policy tells."""
     if not supports_eagle3(architectures):
         return no_auxiliary_states_message(architectures)
-    if policy.config.model_type not in SUPPORTED_POLICY_TYPES:
+    if config.model_type not in SUPPORTED_POLICY_TYPES:
         return (
-            f"No drafter was tried for policies of model_type={policy.config.model_type!r}; those of "
+            f"No drafter was tried for policies of model_type={config.model_type!r}; those of "
             f"{', '.join(SUPPORTED_POLICY_TYPES)} can have one."
         )
-    return _why_head_is_unsupported(policy)
+    return None
 
 
 def _why_head_is_unsupported(policy: PreTrainedModel | PeftModel) -> str | None:

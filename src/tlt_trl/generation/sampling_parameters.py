@@ -14,14 +14,15 @@ if TYPE_CHECKING:
 # Parameters that vLLM does not honour while it speculates: the value that means "unset", and what to do instead.
 # tests/lossless/test_sampling_parameters.py has one test per parameter against a plain run; what fails there is here.
 REFUSED_PARAMETERS = {
-    "min_p": (0.0, "vLLM refuses it with speculative decoding; use `top_p` or `top_k` in its place"),
-    "logit_bias": ({}, "vLLM refuses it with speculative decoding; use `bad_words` or `allowed_token_ids`"),
+    "min_p": (0.0, "vLLM cannot apply it to draft tokens; use `top_p` or `top_k` in its place"),
+    "logit_bias": ({}, "vLLM cannot apply it to draft tokens; use `bad_words` or `allowed_token_ids`"),
     "min_tokens": (
         0,
         "vLLM does not count the draft tokens accepted in the same step and suppresses the end too long; leave it out",
     ),
     "thinking_token_budget": (None, "it was not checked with speculation; leave it out"),
     "repetition_detection": (None, "it was not checked with speculation; leave it out"),
+    "trace_decode_token_ids": (None, "vLLM cannot replay tokens while it speculates; leave it out"),
 }
 # Honoured only while every step drafts the same number of tokens, greedily.
 REFUSED_WITH_ADAPTIVE_LENGTHS = {

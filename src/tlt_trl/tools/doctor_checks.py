@@ -11,9 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ..drafter import Drafter
 from ..generation.canary import run_canary
 from ..generation.engine import RolloutEngine
+from ..generation.policy_checks import why_type_is_unsupported
 from ..generation.sampling_parameters import HONOURED_PARAMETERS, REFUSED_PARAMETERS, REFUSED_WITH_ADAPTIVE_LENGTHS
 from ..generation.standalone import build_llm
-from ..vllm_internals.contract import no_auxiliary_states_message, supports_eagle3
 from .findings import Finding
 
 
@@ -37,16 +37,18 @@ def check_model(model: str) -> Iterator[Finding]:
         yield Finding("model", "policy", problem, False)
         return
     try:
-        architectures = AutoConfig.from_pretrained(model).architectures or []
+        config = AutoConfig.from_pretrained(model)
     except OSError as error:  # which does not name the model where there is no network
         raise OSError(f"{model}: {error}") from error
+    architectures = config.architectures or []
     name = ", ".join(architectures)
-    if supports_eagle3(architectures):
+    reason = why_type_is_unsupported(config, architectures)
+    if reason is None:
         yield Finding("model", name, "gives away the hidden states that a drafter reads", True)
         yield Finding("methods", "eagle3, greedy drafts", "available", True)
         yield Finding("methods", "eagle3, probabilistic drafts", "available", True)
     else:
-        yield Finding("model", name, no_auxiliary_states_message(architectures), False)
+        yield Finding("model", name, reason, False)
 
 
 def _no_model(model: str) -> str | None:

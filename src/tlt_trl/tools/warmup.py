@@ -29,10 +29,11 @@ from ..drafter.hub import write_model_card
 from ..drafter.modeling_drafter import Drafter
 from ..drafter.pretraining import PRETRAINING_ARGUMENTS, DrafterWarmup, draft_token_ids_for
 from ..generation.engine import RolloutEngine
+from ..generation.policy_checks import why_type_is_unsupported
 from ..generation.rollout_loop import RolloutLoop
 from ..generation.standalone import build_llm, completion_ids
 from ..strategy import Strategy, make_selector
-from ..vllm_internals.contract import UnsupportedEngineError, no_auxiliary_states_message, supports_eagle3
+from ..vllm_internals.contract import UnsupportedEngineError
 from .prompts import prompt_format_of, read_dataset_prompts, read_prompts
 
 
@@ -164,9 +165,9 @@ def run(args: argparse.Namespace) -> int:
 def _check_policy(model: str) -> int:
     """Tokens that fit into the policy's context, of a policy that vLLM can draft for."""
     config = AutoConfig.from_pretrained(model)
-    architectures = config.architectures or []
-    if not supports_eagle3(architectures):
-        raise UnsupportedEngineError(no_auxiliary_states_message(architectures))
+    reason = why_type_is_unsupported(config, config.architectures or [])
+    if reason is not None:
+        raise UnsupportedEngineError(reason)
     return config.get_text_config().max_position_embeddings
 
 
