@@ -277,7 +277,7 @@ ENGINE: Contract = {
     "vllm.v1.sample.logits_processor.builtin:MinPLogitsProcessor.is_argmax_invariant": (),
     "vllm.v1.engine.input_processor:InputProcessor.speculative_config": None,
     f"{RUNNER}.input_batch": None,
-    f"{RUNNER}.pin_memory": None,
+    "vllm.utils.platform_utils:is_pin_memory_available": (),
     "vllm.v1.sample.metadata:SamplingMetadata": (
         "temperature", "all_greedy", "all_random", "top_p", "top_k", "generators", "max_num_logprobs", "no_penalties",
         "prompt_token_ids", "frequency_penalties", "presence_penalties", "repetition_penalties", "output_token_ids",

@@ -52,11 +52,23 @@ class TestChecksAtTheEngine:
         assert len(under_test.llm.wait_for_completion(use_tqdm=False)) == 2
         assert loop.pop_stats().emitted_tokens == 16
 
-    def test_beam_search_is_refused_with_a_way_out(self, under_test, loop):
+    def test_beam_search_runs_plainly(self, under_test, loop):
         from vllm.sampling_params import BeamSearchParams
 
-        with pytest.raises(ValueError, match="`generate` or `chat`"):
-            under_test.llm.beam_search([PROMPT], BeamSearchParams(beam_width=2, max_tokens=4))
+        def best():
+            (output,) = under_test.llm.beam_search([PROMPT], BeamSearchParams(beam_width=4, max_tokens=12))
+            return [sequence.tokens for sequence in output.sequences]
+
+        under_test.llm.rollout_loop = None
+        under_test.engine.choose = lambda batch_size: Strategy.off()
+        expected = best()
+        under_test.llm.rollout_loop = loop
+        under_test.llm.generate([PROMPT], SamplingParams(max_tokens=12, ignore_eos=True), use_tqdm=False)
+        loop.pop_stats()
+        assert best() == expected and loop.pop_stats().steps == 0
+        under_test.llm.generate([PROMPT], SamplingParams(max_tokens=12, ignore_eos=True), use_tqdm=False)
+        stats = loop.pop_stats()
+        assert stats.emitted_tokens == 12 and stats.draft_tokens > 0
 
     def test_min_tokens_made_in_user_code_are_exact(self, under_test, loop, caplog):
         with caplog.at_level(logging.WARNING):

@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+from ..strategy.strategy import Strategy
 from .contract import require
 
 
@@ -24,11 +25,15 @@ def make_rollout_llm_class(base: type) -> type:
             return super()._run_engine(*args, **kwargs) if self.rollout_loop is None else self.rollout_loop.run()
 
         def beam_search(self, *args, **kwargs):
+            """As vLLM does it, which steps the engine by rules of its own: without drafts and out of the statistics."""
             if self.rollout_loop is None:
                 return super().beam_search(*args, **kwargs)
-            raise ValueError(
-                "Beam search steps the engine by rules of its own, which a speculating engine cannot follow. Use "
-                "`generate` or `chat`, or TRL's GRPOTrainer, which runs without speculation."
-            )
+            loop, self.rollout_loop = self.rollout_loop, None
+            loop.engine.choose = lambda batch_size: Strategy.off()
+            try:
+                return super().beam_search(*args, **kwargs)
+            finally:
+                loop.engine.abort_unfinished()
+                self.rollout_loop = loop
 
     return RolloutLLM
