@@ -25,7 +25,7 @@ def make_rollout_llm_class(base: type) -> type:
             return super()._run_engine(*args, **kwargs) if self.rollout_loop is None else self.rollout_loop.run()
 
         def beam_search(self, *args, **kwargs):
-            """As vLLM does it, which steps the engine by rules of its own: without drafts and out of the statistics."""
+            """As vLLM does it, stepping the engine by rules of its own: without drafts, and in no statistics."""
             if self.rollout_loop is None:
                 return super().beam_search(*args, **kwargs)
             loop, self.rollout_loop = self.rollout_loop, None
