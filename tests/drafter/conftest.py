@@ -5,6 +5,8 @@ import torch
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -17,6 +19,7 @@ from tlt_trl.drafter import Drafter, FeatureBuffer, FeatureRecorder, FeatureSamp
 VOCAB_SIZE, HIDDEN_SIZE = 128, 64
 POLICIES = {
     "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
 }

@@ -93,6 +93,7 @@ def train_on(policy, drafter: Drafter, prompts: list[list[int]]) -> None:
     [
         ("llama", 4, 96),
         pytest.param("llama", 2, None, marks=pytest.mark.slow),
+        ("mistral", 4, 96),
         ("qwen2", 7, 96),
         ("qwen3", 4, None),
     ],

@@ -56,7 +56,7 @@ def assert_same_samples(given, expected):
         assert (mine.prompt_length, mine.step) == (theirs.prompt_length, theirs.step)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
 def test_equal_the_hidden_states_of_each_row_alone(make_policy, rows, kind):
     policy = make_policy(kind)
     input_ids, attention_mask = rows

@@ -14,7 +14,7 @@ def random_inputs(num_tokens=9, seed=0):
 
 
 class TestFromPolicy:
-    @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+    @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
     @pytest.mark.parametrize("tied", [False, True])
     def test_copies_the_policy(self, make_policy, kind, tied):
         policy = make_policy(kind, tied)
@@ -58,7 +58,7 @@ class TestFromPolicy:
         drafter = Drafter.from_policy(wrapped)
         assert all(torch.equal(tensor, expected[name]) for name, tensor in drafter.state_dict().items())
 
-    @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+    @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
     @pytest.mark.parametrize("tied", [False, True])
     def test_reads_nothing_but_what_it_says(self, make_policy, kind, tied):
         from peft import LoraConfig, get_peft_model

@@ -35,9 +35,11 @@ def edit(path, **changes):
 
 class TestDoctorHasALineForWhateverItMeets:
     def test_a_policy_without_a_drafter(self, make_tiny_policy, tmp_path, diagnosed):
-        code, (failed,) = diagnosed("--model", make_tiny_policy(tmp_path, model_type="mistral"))
-        assert code == 1 and failed["section"] == "drafter"
-        assert "No drafter can be made for a policy of model_type='mistral'. Supported: llama" in failed["value"]
+        policy = make_tiny_policy(tmp_path)
+        edit(tmp_path / "config.json", architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe")
+        code, (failed,) = diagnosed("--model", policy)
+        assert code == 1 and failed["section"] == "model"
+        assert "No drafter was tried for policies of model_type='qwen3_moe'; those of llama" in failed["value"]
 
     @pytest.mark.parametrize(
         ("name", "problem"),
