@@ -99,9 +99,9 @@ def train_in_some_steps(trainer: TLTGRPOTrainer) -> None:
     online_drafter = trainer.online_drafter
     train_after_rollout = online_drafter.train_after_rollout
 
-    def train_or_not(rollout_started_s: float) -> None:
+    def train_or_not() -> None:
         if is_with_training(trainer.state.global_step + 1):
-            train_after_rollout(rollout_started_s)
+            train_after_rollout()
 
     online_drafter.train_after_rollout = train_or_not
 

@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from tlt_trl.online_drafter import PassToRecord, steps_per_rollout
+from tlt_trl.drafter.pass_to_record import PassToRecord
+from tlt_trl.online_drafter import steps_per_rollout
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -14,13 +14,16 @@ from .drafter.drafter_trainer import DrafterTrainer, DrafterTrainingArguments
 from .drafter.feature_buffer import FeatureBuffer
 from .drafter.features import FeatureRecorder
 from .drafter.modeling_drafter import Drafter
+from .drafter.pass_to_record import PassToRecord
 from .drafter.training_report import MAXIMA, TrainingReport
 from .drafter.training_state import cpu_copy
 from .generation.speculative_generation import SpeculativeVLLMGeneration
 from .idle.averaging import average_by_tokens, check_identical
+from .idle.payback import PayBack
 from .idle.spot_training import MAX_STEP_S, BackgroundTraining, PolicyCopy, train_safely, train_until_all_finished
+from .idle.step_account import StepAccount
+from .idle.step_clock import StepClock
 from .idle.straggler_wait import StragglerWait
-from .idle.time_budget import TimeBudget
 from .telemetry.alarms import Alarms
 from .telemetry.metrics import step_metric_names, training_metrics
 from .telemetry.reduce import sum_over_ranks
@@ -53,8 +56,11 @@ class InactiveOnlineDrafter:
     def start_rollout(self, step: int) -> None:
         """Nothing to age."""
 
-    def train_after_rollout(self, rollout_started_s: float) -> None:
+    def train_after_rollout(self) -> None:
         """Nothing to train."""
+
+    def note_rollout(self, metrics: Mapping[str, float]) -> None:
+        """Nothing that has to pay for itself."""
 
     def in_background(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -73,6 +79,9 @@ class InactiveOnlineDrafter:
     def pop_metrics(self) -> dict[str, float]:
         return {}
 
+    def describe(self) -> str:
+        return ""
+
     def state_dict(self) -> dict[str, Any]:
         return {"tokens_trained": self.tokens_trained}
 
@@ -81,54 +90,13 @@ class InactiveOnlineDrafter:
         self.tokens_trained = state["tokens_trained"]
 
 
-class PassToRecord:
-    """
-    Which of the policy's forward passes the features are taken from.
-
-    TRL scores a generation without gradients where it needs the log-probs of the policy that sampled it (its
-    condition, word for word). That pass is the first one after a generation; the reference pass, which for PEFT runs
-    on the same module with its adapters disabled, is the second and must not be recorded. Where nothing is scored the
-    features come from the loss, in the first of `num_iterations` passes over a generation only.
-
-    Args:
-        steps_per_generation, num_iterations, gradient_accumulation_steps (`int`):
-            Of the run.
-        corrects_importance (`bool`):
-            Whether TRL corrects for the difference between the engine's log-probs and the policy's.
-    """
-
-    def __init__(
-        self,
-        steps_per_generation: int,
-        num_iterations: int,
-        gradient_accumulation_steps: int,
-        corrects_importance: bool,
-    ):
-        self._first_pass = steps_per_generation
-        self._generate_every = steps_per_generation * num_iterations  # micro-steps that one generation serves
-        self._is_scored = gradient_accumulation_steps % self._generate_every != 0 or corrects_importance
-        self._awaits_scoring = False
-
-    def start_generation(self, is_training: bool) -> None:
-        """A generation begins; that of an evaluation is not recorded."""
-        self._awaits_scoring = is_training and self._is_scored
-
-    def take(self, micro_step: int) -> bool:
-        """Whether the pass that comes now, in that call of `training_step`, is the one; asked once for each."""
-        if not self._is_scored:
-            return torch.is_grad_enabled() and micro_step % self._generate_every < self._first_pass
-        is_taken = self._awaits_scoring and not torch.is_grad_enabled()
-        self._awaits_scoring = self._awaits_scoring and not is_taken
-        return is_taken
-
-
 class OnlineDrafter:
     """
     Trains a drafter beside the policy, from the hidden states of the policy's own forward passes.
 
     With several processes every rank trains while it waits for the last one to finish its rollout, and the drafters
-    are merged when it has. A single process trains for a share of the time between two rollouts and, if asked to, in a
-    thread while reward functions and tools run (the Spot Trainer of TLT, arXiv 2511.16665).
+    are merged when it has. A single process trains, if asked to, in a thread while reward functions and tools run (the
+    Spot Trainer of TLT, arXiv 2511.16665). Beyond such waits both train for as long as speculation pays for it.
 
     Args:
         drafter ([`Drafter`]):
@@ -145,14 +113,18 @@ class OnlineDrafter:
             Embedding and head of the policy as they were pushed last.
         pass_to_record ([`PassToRecord`]):
             Which of the policy's forward passes the features are taken from.
-        time_budget ([`TimeBudget`]):
-            Of a single process; not asked with several.
+        payback ([`PayBack`]):
+            Decides what training may cost.
+        step_clock ([`StepClock`], *optional*):
+            Measures whole steps.
         wait ([`StragglerWait`], *optional*):
             Of several processes.
         in_background (`bool`, *optional*, defaults to `False`):
             Whether to train in a thread inside [`in_background`][OnlineDrafter.in_background].
         on_trained (`Callable[[], None]`, *optional*):
             Called whenever the weights have changed.
+        speculate (`Callable[[bool], None]`, *optional*):
+            Told whether speculation pays for itself, whenever that is decided.
         alarms ([`Alarms`], *optional*):
             Told how training goes.
         timeline ([`Timeline`], *optional*):
@@ -169,10 +141,12 @@ class OnlineDrafter:
         *,
         policy_copy: Callable[[], PolicyCopy],
         pass_to_record: PassToRecord,
-        time_budget: TimeBudget,
+        payback: PayBack,
+        step_clock: StepClock | None = None,
         wait: StragglerWait | None = None,
         in_background: bool = False,
         on_trained: Callable[[], None] = lambda: None,
+        speculate: Callable[[bool], None] = lambda _: None,
         alarms: Alarms | None = None,
         timeline: Timeline | NoTimeline | None = None,
     ):
@@ -180,17 +154,23 @@ class OnlineDrafter:
         self.buffer = buffer
         self.trainer = DrafterTrainer(drafter, buffer, args)
         self.recorder = FeatureRecorder(policy, drafter.config.eagle_aux_hidden_state_layer_ids, buffer)
-        self.time_budget = time_budget
+        self.payback = payback
+        self.step_clock = StepClock() if step_clock is None else step_clock
         self.tokens_trained = 0  # by all ranks together
         self._accelerator = accelerator
         self._policy_copy = policy_copy
         self._pass_to_record = pass_to_record
         self._wait = wait
-        self._background = BackgroundTraining(self._train_until, self._note) if in_background else None
+        self._background = BackgroundTraining(self._train_until, self._note_background) if in_background else None
         self._on_trained = on_trained
+        self._speculate = speculate
         self._alarms = Alarms() if alarms is None else alarms
         self._timeline = NoTimeline() if timeline is None else timeline
-        self._report = TrainingReport()  # since the last metrics
+        self._report = TrainingReport()  # since the last metrics, as the next two
+        self._training_s = 0.0  # outside of waits
+        self._background_latency_s = 0.0
+        self._rollout: Mapping[str, float] | None = None  # metrics of the last one
+        self._policy_step = 0
 
     @property
     def steps(self) -> int:
@@ -201,16 +181,24 @@ class OnlineDrafter:
 
     def start_run(self) -> None:
         """Begins a run: clocks and step numbers of an earlier one of this process mean nothing any more."""
-        self.time_budget.start_run()
+        self.step_clock.start_run()
+        self.payback.start_run()
+        self._speculate(self.payback.plan.speculates)
         self.buffer.start_run()
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Around an evaluation: an evaluation of ten minutes must not earn the drafter a minute."""
-        return self.time_budget.uncounted()
+        """Around an evaluation, which is no part of a step: ten minutes of it must not earn the drafter a minute."""
+        return self.step_clock.uncounted()
 
     def start_rollout(self, step: int) -> None:
         """Begins a training rollout at that step of the policy."""
+        self.step_clock.start()
+        self._policy_step = step
         self.buffer.start_step(step)
+
+    def note_rollout(self, metrics: Mapping[str, float]) -> None:
+        """What a training rollout did, over all ranks: what speculation saved in it has to pay for the drafter."""
+        self._rollout = metrics
 
     def start_scoring(self, is_training: bool) -> None:
         """A generation begins, whose answers are scored next."""
@@ -228,34 +216,42 @@ class OnlineDrafter:
             micro_step (`int`):
                 Calls of `training_step` so far.
         """
-        if not self._pass_to_record.take(micro_step):
+        is_taken = self._pass_to_record.take(micro_step)
+        if not is_taken or not self.payback.plan.captures:
             return nullcontext()
         return self.recorder.recording(input_ids, attention_mask, prompt_length, step)
 
     # ---- when it trains --------------------------------------------------------------------------------------------
 
-    def train_after_rollout(self, rollout_started_s: float) -> None:
-        """Trains while other ranks are still generating or, on a single process, within its budget."""
-        if self._wait is not None:
-            self._train_in_wait(self._wait)
-        elif self.time_budget.share:  # without one, what a checkpoint of a run with another budget has left is void
-            budget_s = self.time_budget.earn(rollout_started_s)
-            with self._timeline.interval(DRAFTER_TRAINING):
-                report = train_safely(self.trainer, self._policy_copy(), budget_s)
-            self.time_budget.spend(report.time_s, was_starved=bool(report.starved))
-            self._note(report)
+    def train_after_rollout(self) -> None:
+        """Trains while other ranks are still generating, and beyond that for as long as it is paid for."""
+        plan = self.payback.plan
+        if self._wait is not None and plan.trains:
+            self._train_in_wait(self._wait, plan.budget_s)
+        elif plan.budget_s:
+            self._note(self._train_outside_waits(plan.budget_s))
 
-    def _train_in_wait(self, wait: StragglerWait) -> None:
+    def _train_in_wait(self, wait: StragglerWait, budget_s: float) -> None:
         with self._timeline.interval(WAITING):
             wait.announce()
             report = train_until_all_finished(
                 self.trainer, wait, self._policy_copy(), self._timeline.interval(DRAFTER_TRAINING)
             )
+        if budget_s:
+            report += self._train_outside_waits(budget_s)
         with self._timeline.interval(MERGING):
             tokens = self._merge(report.tokens)
         # Without idle training the run would have gone on when the last rank was done.
         added_s = time.perf_counter() - wait.finished_at_s
         self._note(report + TrainingReport(idle_added_s=added_s), tokens)
+
+    def _train_outside_waits(self, budget_s: float) -> TrainingReport:
+        """On several ranks all of them do this, with the same budget."""
+        started = time.perf_counter()
+        with self._timeline.interval(DRAFTER_TRAINING):
+            report = train_safely(self.trainer, self._policy_copy(), budget_s)
+        self._training_s += time.perf_counter() - started
+        return report
 
     def _merge(self, tokens: int) -> int:
         """
@@ -272,7 +268,8 @@ class OnlineDrafter:
     @contextmanager
     def in_background(self) -> Iterator[None]:
         """Trains in a thread for the time of the context, where that was asked for."""
-        with nullcontext() if self._background is None else self._background.running():
+        background = self._background if self.payback.plan.trains else None
+        with nullcontext() if background is None else background.running():
             yield
 
     @contextmanager
@@ -293,8 +290,15 @@ class OnlineDrafter:
             self._on_trained()
         self._report += report
 
+    def _note_background(self, report: TrainingReport) -> None:
+        self._background_latency_s += report.stop_latency_s
+        self._note(report)
+
     def pop_metrics(self) -> dict[str, float]:
-        """Metrics of the training of all ranks since the last call; every rank must call it."""
+        """
+        Metrics of the training of all ranks since the last call, which ends a step for the pay-back; every rank must
+        call it.
+        """
         report, self._report = self._report, TrainingReport()
         unroll_steps = self.trainer.args.unroll_steps
         numbers = report.numbers()
@@ -302,14 +306,33 @@ class OnlineDrafter:
         sums |= {name: report.metric_sums.get(name, 0.0) for name in step_metric_names(unroll_steps)}
         sums["feature_capture_s"] = self.recorder.pop_capture_seconds()
         sums["buffer_tokens"] = self.buffer.num_tokens
-        total = sum_over_ranks(self._accelerator, sums, {name: numbers[name] for name in MAXIMA})
+        sums["step_s"] = self.step_clock.lap()
+        maxima = {name: numbers[name] for name in MAXIMA}
+        maxima |= {
+            "training_s": self._training_s,
+            "background_latency_s": self._background_latency_s,
+            "optimizer_step_s": self.trainer.step_s,
+        }
+        self._training_s = self._background_latency_s = 0.0
+        total = sum_over_ranks(self._accelerator, sums, maxima)
         self._alarms.observe_training(
             starved=total["starved"],
             steps=total["steps"],
             dropped_batches=total["dropped_batches"],
             failures=total["failures"],
         )
-        return training_metrics(total, self._accelerator.num_processes, unroll_steps)
+        rollout, self._rollout = self._rollout, None
+        account = StepAccount.of(total, self._accelerator.num_processes, self._wait is not None, rollout)
+        plan = self.payback.observe(account, self._policy_step + 1)
+        self._speculate(plan.speculates)
+        self._alarms.set("not_paying", not plan.speculates, self.payback.describe())
+        why_untrained = self.payback.why_untrained()
+        self._alarms.set("drafter_untrained", bool(why_untrained), why_untrained)
+        return training_metrics(total, self._accelerator.num_processes, unroll_steps) | self.payback.metrics(account)
+
+    def describe(self) -> str:
+        """One line on whether the drafter pays for itself, as of the last metrics."""
+        return self.payback.describe()
 
     def state_dict(self) -> dict[str, Any]:
         """
@@ -319,7 +342,8 @@ class OnlineDrafter:
         return {
             "trainer": cpu_copy(self.trainer.state_dict()),
             "buffer": self.buffer.state_dict(),
-            "time_budget": self.time_budget.state_dict(),
+            "payback": self.payback.state_dict(),
+            "step_clock": self.step_clock.state_dict(),
             "tokens_trained": self.tokens_trained,
         }
 
@@ -330,7 +354,9 @@ class OnlineDrafter:
             self.trainer.load_state_dict(state["trainer"])
             if "buffer" in state:  # a push has left it out
                 self.buffer.load_state_dict(state["buffer"])
-            self.time_budget.load_state_dict(state["time_budget"])
+            self.payback.load_state_dict(state["payback"])
+            self.step_clock.load_state_dict(state["step_clock"])
+            self._speculate(self.payback.plan.speculates)
 
 
 def steps_per_rollout(steps_per_generation: int, num_iterations: int, gradient_accumulation_steps: int) -> int:
@@ -377,6 +403,12 @@ def online_drafter_for(
     if num_ranks > 1:
         store, timeout_s = default_store(), args.ddp_timeout
         wait = StragglerWait(store, rank, num_ranks, timeout_s, group_size=args.vllm_tensor_parallel_size)
+    in_background = _trains_in_background(args, accelerator, has_reward_model)
+    payback = PayBack(
+        args.drafter_time_budget,
+        trains_in_waits=wait is not None or in_background,
+        has_prices=args.speculation_selector != "fixed",
+    )
     return OnlineDrafter(
         generation.drafter,
         policy,
@@ -390,10 +422,11 @@ def online_drafter_for(
             args.gradient_accumulation_steps,
             args.vllm_importance_sampling_correction,
         ),
-        time_budget=TimeBudget(args.drafter_time_budget),
+        payback=payback,
         wait=wait,
-        in_background=_trains_in_background(args, accelerator, has_reward_model),
+        in_background=in_background,
         on_trained=generation.drafter_lag.note_trained,
+        speculate=generation.rollout_loop.speculate_while_it_pays,
         alarms=generation.alarms,
         timeline=generation.timeline,
     )

@@ -1,7 +1,6 @@
 import functools
 import logging
 import os
-import time
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -186,14 +185,14 @@ class TLTGRPOTrainer(GRPOTrainer):
             self._last_loaded_step = -1  # TRL syncs when the step number differs; other things change weights too
         if mode == "train":
             self.online_drafter.start_rollout(self.state.global_step)
-            train = functools.partial(self.online_drafter.train_after_rollout, time.perf_counter())
-            with upstream.before_first_gather(self.accelerator, train):
+            with upstream.before_first_gather(self.accelerator, self.online_drafter.train_after_rollout):
                 output = super()._generate(prompts)
         else:
             output = super()._generate(prompts)
         metrics, summary = self.vllm_generation.pop_metrics(is_training=mode == "train")
-        if mode == "train" and self.accelerator.is_main_process:
-            (logger.info if self.args.disable_tqdm else tqdm.write)(summary)
+        if mode == "train":
+            self.online_drafter.note_rollout(metrics)
+            self._tell(summary)
         self._append_metrics(mode, metrics)
         return output
 
@@ -216,6 +215,10 @@ class TLTGRPOTrainer(GRPOTrainer):
     def _drafter_in_background(self) -> AbstractContextManager[None]:
         return self.online_drafter.in_background() if self.speculative and self.model.training else nullcontext()
 
+    def _tell(self, line: str) -> None:
+        if line and self.accelerator.is_main_process:
+            (logger.info if self.args.disable_tqdm else tqdm.write)(line)
+
     def _append_metrics(self, mode: str, metrics: dict[str, float]) -> None:
         for name, value in metrics.items():
             self._metrics[mode][name].append(value)
@@ -229,6 +232,7 @@ class TLTGRPOTrainer(GRPOTrainer):
             output = super()._generate_and_score_completions(inputs)
         if is_training:
             self._append_metrics("train", self.online_drafter.pop_metrics() | self.vllm_generation.alarms.metrics())
+            self._tell(self.online_drafter.describe())
         return output
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):

@@ -6,8 +6,10 @@ import pytest
 from tests.drafter.conftest import fill_buffer, make_drafter, make_policy, make_sample, policy  # noqa: F401
 
 from tlt_trl.drafter import DrafterTrainingArguments, FeatureBuffer
-from tlt_trl.idle.time_budget import TimeBudget
-from tlt_trl.online_drafter import OnlineDrafter, PassToRecord
+from tlt_trl.drafter.pass_to_record import PassToRecord
+from tlt_trl.idle.payback import PayBack
+from tlt_trl.idle.step_clock import StepClock
+from tlt_trl.online_drafter import OnlineDrafter
 
 
 class Clock:
@@ -31,6 +33,15 @@ def one_process():
     )
 
 
+def rollout(online, clock, seconds=1.0):
+    """A step that earns the drafter its share of these seconds, then a rollout after which it trains."""
+    online.start_rollout(0)
+    clock.now_s += seconds
+    metrics = online.pop_metrics()
+    online.train_after_rollout()
+    return metrics
+
+
 @pytest.fixture
 def clock():
     return Clock()
@@ -38,7 +49,10 @@ def clock():
 
 @pytest.fixture
 def make_online(policy, make_drafter, clock):  # noqa: F811
-    """An [`OnlineDrafter`] of one process, without features unless a buffer is given."""
+    """
+    An [`OnlineDrafter`] of one process, without features unless a buffer is given, that may train for a share of the
+    time.
+    """
 
     def make(buffer=None, drafter=None, share=0.5, **kwargs):
         heads = policy.get_input_embeddings().weight.detach(), policy.get_output_embeddings().weight.detach()
@@ -51,7 +65,8 @@ def make_online(policy, make_drafter, clock):  # noqa: F811
             **{
                 "policy_copy": lambda: heads,
                 "pass_to_record": PassToRecord(1, 1, 1, corrects_importance=True),
-                "time_budget": TimeBudget(share, clock),
+                "payback": PayBack(share, trains_in_waits=False, has_prices=False),
+                "step_clock": StepClock(clock),
             }
             | kwargs,
         )

@@ -3,7 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.online_drafter.conftest import one_process
+from tests.online_drafter.conftest import one_process, rollout
 
 from tlt_trl.drafter import FeatureBuffer
 from tlt_trl.drafter_saving import DrafterKeeper
@@ -74,8 +74,7 @@ class TestCheckpoint:
         self, make_keeper, make_online, fill_buffer, make_drafter, clock, tmp_path
     ):
         online = make_online(fill_buffer())
-        clock.now_s += 1.0
-        online.train_after_rollout(clock.now_s - 1.0)
+        rollout(online, clock)
         folder = save_checkpoint(make_keeper(online.drafter, online), tmp_path / "checkpoint-7")
         resumed = make_online(drafter=make_drafter(seed=9))
         make_keeper(resumed.drafter, resumed).load_checkpoint(str(folder))
@@ -149,8 +148,7 @@ class TestSaving:
 
     def test_what_it_was_trained_from(self, make_keeper, make_online, fill_buffer, clock):
         online = make_online(fill_buffer())
-        clock.now_s += 1.0
-        online.train_after_rollout(clock.now_s - 1.0)
+        rollout(online, clock)
         log = {"step": 6, "tlt/acceptance_length": 1.75, "tlt/acceptance/position_1": 0.75}
         state = SimpleNamespace(global_step=7, log_history=[log], best_model_checkpoint=None)
         facts = make_keeper(online.drafter, online, state=state, policy_hub_id="somebody/policy").provenance()

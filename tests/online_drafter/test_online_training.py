@@ -1,17 +1,10 @@
 import time
 
-import pytest
 import torch
+from tests.online_drafter.conftest import rollout
 
 from tlt_trl.online_drafter import InactiveOnlineDrafter, OnlineDrafter
 from tlt_trl.telemetry.alarms import Alarms
-
-
-def rollout(online, clock, seconds=1.0):
-    """A rollout after which the drafter may train for half of its time."""
-    began_s = clock.now_s
-    clock.now_s += seconds
-    online.train_after_rollout(began_s)
 
 
 def weights(online):
@@ -54,15 +47,17 @@ class TestOneProcess:
 
     def test_rollouts_of_one_step_add_up(self, make_online, fill_buffer, clock):
         online = make_online(fill_buffer())
-        for _ in range(2):
-            rollout(online, clock)
+        rollout(online, clock)
+        online.train_after_rollout()
         assert online.pop_metrics()["tlt/drafter/steps"] == online.steps
 
     def test_without_a_budget_nothing_is_trained_and_nothing_starves(self, make_online, fill_buffer, clock):
         for buffer in (fill_buffer(), None):
-            online = make_online(buffer, share=0.0)
+            other, online = make_online(buffer), make_online(buffer, share=0.0)
+            rollout(other, clock, seconds=600.0)
             # Neither from what another run has left.
-            online.time_budget.load_state_dict({"credit_s": 100.0, "since_rollout_s": 0.0})
+            online.load_state_dict(other.state_dict() | {"trainer": online.trainer.state_dict()})
+            assert other.payback.plan.budget_s > 0
             rollout(online, clock, seconds=600.0)
             assert online.steps == 0 and online.pop_metrics()["tlt/drafter/starved"] == 0.0
 
@@ -71,15 +66,14 @@ class TestOneProcess:
         rollout(online, clock)
         with online.evaluating():
             clock.now_s += 600.0
-        left_s = online.time_budget.state_dict()["credit_s"]
-        assert online.time_budget.earn(0.0) == left_s
+        assert online.pop_metrics()["tlt/payback/step_s"] == 0.0
 
     def test_nothing_to_train_on_is_noticed(self, make_online, clock):
         alarms = Alarms()
         online = make_online(alarms=alarms)
+        rollout(online, clock)
         for _ in range(4):
-            rollout(online, clock)
-            assert online.pop_metrics()["tlt/drafter/starved"] == 1.0
+            assert rollout(online, clock)["tlt/drafter/starved"] == 1.0
         assert alarms.active["drafter_starved"] and online.tokens_trained == 0
 
     def test_a_failure_is_noticed_and_changes_nothing(self, make_online, fill_buffer, clock):
@@ -212,7 +206,10 @@ class TestState:
         resumed.load_state_dict(online.state_dict())
         assert (resumed.steps, resumed.tokens_trained) == (online.steps, online.tokens_trained)
         assert resumed.buffer.num_tokens == online.buffer.num_tokens
-        assert resumed.time_budget.earn(0.0) == pytest.approx(online.time_budget.earn(0.0))
+        assert resumed.payback.plan == online.payback.plan
+        clock.now_s += 2.0
+        steps_s = [one.pop_metrics()["tlt/payback/step_s"] for one in (online, resumed)]
+        assert steps_s == [2.0, 2.0] and resumed.payback.plan == online.payback.plan
         heads = online.drafter.lm_head.weight.detach(), online.drafter.lm_head.weight.detach()
         for one in (online, resumed):
             one.trainer.set_policy(*heads)
@@ -257,10 +254,11 @@ class TestInactive:
         inactive.start_run()
         inactive.start_rollout(3)
         inactive.start_scoring(is_training=True)
-        inactive.train_after_rollout(0.0)
+        inactive.train_after_rollout()
+        inactive.note_rollout({})
         ids = torch.arange(4).reshape(1, 4)
         with inactive.evaluating(), inactive.in_background(), inactive.paused():
             with inactive.recording(ids, torch.ones_like(ids), 2, 3, 0):
                 pass
-        assert inactive.pop_metrics() == {}
+        assert inactive.pop_metrics() == {} and inactive.describe() == ""
         assert (inactive.steps, inactive.tokens_trained) == (0, 0)

@@ -158,6 +158,11 @@ class DrafterTrainer:
         drafter = self.drafter
         self._draft_head = self._lm_head if drafter.has_full_vocabulary else self._lm_head[drafter.draft_token_ids]
 
+    @property
+    def step_s(self) -> float:
+        """Estimated seconds of an optimiser step; 0.0 before the first."""
+        return self._times.step_s
+
     def keep_good_state(self) -> None:
         """Remembers weights and optimiser state as those to go back to after a fault; nothing if they are broken."""
         self._good.keep(self.steps, self.tokens_trained)

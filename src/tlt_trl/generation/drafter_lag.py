@@ -18,6 +18,11 @@ class DrafterLag:
         self._trained = self._pushed = 0
         self._policy_step: int | None = None
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether the drafter was trained since it was pushed last."""
+        return self._trained > self._pushed
+
     def note_trained(self) -> None:
         """The drafter is another one than the engine's."""
         self._trained += 1

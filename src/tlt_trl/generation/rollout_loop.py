@@ -138,6 +138,10 @@ class RolloutLoop:
         chosen = Strategy.off() if self.disabled else self.selector.select(batch_size, self._context_tokens)
         return self.agree(chosen)
 
+    def speculate_while_it_pays(self, pays: bool) -> None:
+        """Whether speculation, as a whole, costs less than it saves."""
+        (self.disabled.discard if pays else self.disabled.add)("not_paying")
+
     def run(self) -> list["RequestOutput"]:
         """
         Returns:

@@ -20,7 +20,7 @@ from ..telemetry.alarms import Alarms
 from ..telemetry.metrics import rollout_metrics
 from ..telemetry.reduce import sum_over_ranks
 from ..telemetry.timeline import WEIGHT_SYNC, NoTimeline, Timeline
-from ..upstream import replaced_llm
+from ..upstream import replaced_llm, version_of
 from ..vllm_internals.llm import make_rollout_llm_class
 from ..vllm_internals.prepare import prepare_vllm
 from ..vllm_internals.weights import WeightMismatchError
@@ -96,6 +96,8 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
         self._train_dataset = train_dataset
         self._sync_s = 0.0
         self._synced_mark: PolicyMark | None = None
+        self._drafter_push_s = 0.0
+        self._pushed_versions: tuple[int, ...] = ()  # of the drafter's weights that the engine has
         self.drafter_lag = DrafterLag()
         super().__init__(**kwargs)
 
@@ -216,8 +218,9 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
             self._llm_weights_sleeping = False
         self.engine.push_policy(self._policy_weights(), verify=self.args.vllm_verify_weight_sync)
         if self.is_exact:
-            # Sleep level 2 discards the drafter's weights too, silently: text stays right, acceptance falls to 1.0.
+            push_started = time.perf_counter()
             self._push_drafter()
+            self._drafter_push_s += time.perf_counter() - push_started
         self.engine.reset_prefix_cache()
         # Not before: TRL merges adapters into the weights for the push and takes them out again.
         self._synced_mark = PolicyMark.of(self.model.parameters())
@@ -235,6 +238,8 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
         return not changed_ranks.item()
 
     def _push_drafter(self) -> None:
+        if self._engine_has_drafter():
+            return
         if self.drafter.config.head == "policy":
             self.drafter.copy_head(self.policy_lm_head)
         try:
@@ -243,10 +248,26 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
             # A wrong drafter costs speed, not correctness: the run goes on without it.
             self.alarms.set("drafter_mismatch", True, str(error))
             self.rollout_loop.disabled.add("drafter_mismatch")
+            self._pushed_versions = ()
             return
         self.alarms.set("drafter_mismatch", False)
         self.rollout_loop.disabled.discard("drafter_mismatch")
         self.drafter_lag.note_pushed()
+        self._pushed_versions = self._drafter_versions()
+
+    def _engine_has_drafter(self) -> bool:
+        """Whether a push would change nothing that matters."""
+        if self.drafter_lag.is_behind:
+            return False
+        if "not_paying" in self.rollout_loop.disabled:
+            return True
+        # A head that follows the policy changes with it. Sleep level 2 discards the drafter's weights too, and
+        # silently: text stays right, acceptance falls to 1.0.
+        is_lasting = self.drafter.config.head != "policy" and not self.enable_sleep_mode
+        return is_lasting and self._pushed_versions == self._drafter_versions()
+
+    def _drafter_versions(self) -> tuple[int, ...]:
+        return tuple(version_of(parameter) for parameter in self.drafter.parameters())
 
     def _policy_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The policy's weights as TRL gathers them, keeping a copy of the embedding and the head on the way."""
@@ -273,7 +294,9 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
             `tuple[dict[str, float], str]`: Metrics, and one line in words.
         """
         ledger, stats = self.rollout_loop.pop_ledger(), self.rollout_loop.pop_stats()
-        total, num_engines = self._sum_over_engines(stats.sums(self.args.max_draft_tokens), ledger)
+        sums = stats.sums(self.args.max_draft_tokens) | {"drafter_push_s": self._drafter_push_s}
+        self._drafter_push_s = 0.0
+        total, num_engines = self._sum_over_engines(sums, ledger)
         metrics = rollout_metrics(total, self.args.max_draft_tokens, num_engines)
         metrics |= ledger_metrics(self.rollout_loop.selector.strategies, total)
         metrics["tlt/sync/time_s"], self._sync_s = self._sync_s, 0.0

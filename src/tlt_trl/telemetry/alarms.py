@@ -21,8 +21,8 @@ ADVICE = {
     "acceptance_collapse": (
         "Next to none of the drafter's tokens is accepted. If the run has just begun without "
         "`drafter_model_name_or_path`, the drafter has not learnt enough yet: warm one up with `tlt-trl warmup`. If "
-        "acceptance was good before, look at tlt/drafter/loss and raise `drafter_time_budget` or "
-        "`drafter_learning_rate`. Speculation is switched off where it does not pay."
+        "acceptance was good before, look at tlt/drafter/loss and raise `drafter_learning_rate`. Speculation is "
+        "switched off where it does not pay."
     ),
     "drafter_mismatch": (
         "The engine's drafter is not the one that was pushed. Speculation is off until a sync succeeds; please report "
@@ -36,6 +36,16 @@ ADVICE = {
         "The drafter is the one from before the fault, and the policy's training is not affected. Out of memory: "
         "lower `drafter_max_tokens_per_step` or `vllm_gpu_memory_utilization`. Losses that are not finite: lower "
         "`drafter_learning_rate`. `drafter_training=False` goes on with the drafter as it is."
+    ),
+    "drafter_untrained": (
+        "The drafter falls behind the policy. Raise `drafter_time_budget` if it is what limits training, lower "
+        "`drafter_max_tokens_per_step` if one optimiser step takes longer than what training may cost, or warm a "
+        "drafter up with `tlt-trl warmup`."
+    ),
+    "not_paying": (
+        "Speculation and the drafter's training have cost more than they saved. The run goes on without both, and "
+        "tries again after a number of rollouts that doubles every time. A better drafter helps (`tlt-trl warmup`); "
+        "where rollouts are a small part of a step or answers are hard to predict, nothing will."
     ),
     "drafter_starved": (
         "There was time to train the drafter and nothing to train it on: the feature buffer is empty or holds no "
