@@ -300,6 +300,7 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
         metrics = rollout_metrics(total, self.args.max_draft_tokens, num_engines)
         metrics |= ledger_metrics(self.rollout_loop.selector.strategies, total)
         metrics["tlt/sync/time_s"], self._sync_s = self._sync_s, 0.0
+        metrics["tlt/sync/drafter_s"] = total["drafter_push_s"] / num_engines
         if is_training:
             self.alarms.observe_rollout(
                 metrics["tlt/acceptance_length"], metrics["tlt/draft_tokens/proposed"], self.drafter_lag.trainings

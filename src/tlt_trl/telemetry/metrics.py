@@ -9,7 +9,7 @@ def rollout_metrics(total: Mapping[str, float], num_positions: int, num_engines:
 
     Args:
         total (`Mapping[str, float]`):
-            Sum over engines of `RolloutStats.sums`, and of the time that pushing the drafter took (`drafter_push_s`).
+            Sum over engines of `RolloutStats.sums`.
         num_positions (`int`):
             Largest number of draft tokens.
         num_engines (`int`):
@@ -31,7 +31,6 @@ def rollout_metrics(total: Mapping[str, float], num_positions: int, num_engines:
         "tlt/rollout/time_s": total["time_s"] / num_engines,
         "tlt/rollout/tokens_per_s": tokens_per_s,
         "tlt/speculation_share": total["speculative_steps"] / total["steps"] if total["steps"] else 0.0,
-        "tlt/sync/drafter_s": total["drafter_push_s"] / num_engines,
     }
     if total["lookups"]:
         metrics["tlt/lookup/acceptance_length"] = 1.0 + total["accepted_lookup_tokens"] / total["lookups"]
