@@ -28,6 +28,7 @@ def test_steady_steps_are_priced():
     assert ledger.sums() == pytest.approx(
         {"off": 0, "eagle3 x2": 2, "ngram x4": 1}
         | {"measured_s": 0.45, "predicted_s": 0.2 + 0.1, "off_s": 0.4 + 0.15, "best_s": 0.2 + 30 / 400}
+        | {"saved_s": 0.15 - 0.05}
     )
     assert ledger_metrics(KnownRates.strategies, ledger.sums()) == pytest.approx(
         {
@@ -43,17 +44,18 @@ def test_steady_steps_are_priced():
 def test_other_steps_only_count():
     ledger = ledger_of((OFF, 1, 1, 0.01, 0, False), (LOOKUP, 1, 5, 0.1, 2000, True))
     assert ledger.steps_by_strategy() == {"off": 1, "ngram x4": 1}
-    assert list(ledger.sums().values()) == [
-        1,
-        0,
-        1,
-        0,
-        0,
-        0,
-        0,
-    ]  # of the lookup with that much context nothing is known
+    # Of the lookup with that much context nothing is known.
+    assert list(ledger.sums().values()) == [1, 0, 1, 0, 0, 0, 0, 0]
     shares = {"tlt/strategy/off": 0.5, "tlt/strategy/ngram_x4": 0.5}
     assert ledger_metrics(KnownRates.strategies, ledger.sums()) == shares
+
+
+def test_steps_with_drafts_save_and_others_do_not():
+    # 20 tokens take 0.2 s without drafts, whatever the prediction for steps without drafts is worth.
+    steps = [(TWO, 1, 20, 0.125, 0, True), (OFF, 1, 1, 0.5, 0, True)]
+    assert ledger_of(*steps).sums()["saved_s"] == pytest.approx(0.075)
+    # A step that could not be priced counts as the others of its strategy.
+    assert ledger_of(*steps, (TWO, 1, 20, 0.5, 0, False)).sums()["saved_s"] == pytest.approx(0.15)
 
 
 def test_neighbouring_buckets_with_the_same_choice_are_one_range():

@@ -299,6 +299,7 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
         total, num_engines = self._sum_over_engines(sums, ledger)
         metrics = rollout_metrics(total, self.args.max_draft_tokens, num_engines)
         metrics |= ledger_metrics(self.rollout_loop.selector.strategies, total)
+        metrics["tlt/speculation/saved_s"] = total["saved_s"] / num_engines
         metrics["tlt/sync/time_s"], self._sync_s = self._sync_s, 0.0
         metrics["tlt/sync/drafter_s"] = total["drafter_push_s"] / num_engines
         if is_training:

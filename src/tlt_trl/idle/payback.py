@@ -370,7 +370,9 @@ class PayBack:
             return "paying"
         if state.is_trial:
             return "trying again"
-        return "the drafter learns" if self.is_learning else "costs more than it saves"
+        if self.is_learning:
+            return "the drafter learns" if state.earned_s else "does not pay yet"
+        return "costs more than it saves"
 
     def describe(self) -> str:
         """

@@ -95,7 +95,7 @@ class StepAccount:
             merging_s = max(0.0, total["idle_added_s"] - total["training_s"])
         return cls(
             step_s=total["step_s"] / num_ranks,
-            saved_s=0.0 if rollout is None else savings_s(rollout),
+            saved_s=0.0 if rollout is None else rollout["tlt/speculation/saved_s"],
             training_s=total["training_s"],
             merging_s=merging_s,
             capture_s=total["feature_capture_s"] / num_ranks,
@@ -107,19 +107,6 @@ class StepAccount:
             optimizer_step_s=total["optimizer_step_s"],
             was_starved=bool(total["starved"]) and not steps,
         )
-
-
-def savings_s(rollout: Mapping[str, float]) -> float:
-    """
-    Seconds by which a rollout would have been longer without speculation.
-
-    The selector prices steady steps only; all engine time is taken to have gained as these did.
-
-    Args:
-        rollout (`Mapping[str, float]`):
-            Its metrics.
-    """
-    return (rollout.get("tlt/speculation/measured_speedup", 1.0) - 1.0) * rollout["tlt/rollout/time_s"]
 
 
 def first_acceptance(rollout: Mapping[str, float]) -> float | None:

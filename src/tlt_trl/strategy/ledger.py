@@ -50,10 +50,14 @@ class StepLedger:
             `dict[str, float]`: Steps of every strategy by its name, and seconds that the tokens of the priced steps
             took (`measured_s`), would have been predicted to take (`predicted_s`), would have taken without
             speculation (`off_s`), and with the best strategy at each batch size (`best_s`). Where the selector has no
-            opinion about the strategy played or about "off", a step is not priced.
+            opinion about the strategy played or about "off", a step is not priced. `saved_s` is by which all steps
+            with drafts were shorter than without: a strategy's unpriced steps count as its priced ones do, and steps
+            without drafts save nothing, however far the prediction for them is off.
         """
         measured = predicted = off = best = 0.0
         off_arm = self._arm_of.get(Strategy.off())
+        priced_steps = [0.0] * len(self._steps)
+        saved_s = [0.0] * len(self._steps)
         for (arm, batch_size), (steps, tokens, seconds, context_tokens) in self._cells.items():
             rates = self.selector.expected_tokens_per_s(batch_size, context_tokens / steps)
             rate, off_rate = rates[arm], None if off_arm is None else rates[off_arm]
@@ -63,8 +67,13 @@ class StepLedger:
             predicted += tokens / rate
             off += tokens / off_rate
             best += tokens / max(rate for rate in rates if rate is not None)
+            priced_steps[arm] += steps
+            saved_s[arm] += tokens / off_rate - seconds
+        arms = [arm for arm, priced in enumerate(priced_steps) if priced and arm != off_arm]
+        saved = sum(saved_s[arm] * self._steps[arm] / priced_steps[arm] for arm in arms)
         counts = {str(s): float(count) for s, count in zip(self.selector.strategies, self._steps, strict=True)}
-        return counts | {"measured_s": measured, "predicted_s": predicted, "off_s": off, "best_s": best}
+        seconds_of = {"measured_s": measured, "predicted_s": predicted, "off_s": off, "best_s": best, "saved_s": saved}
+        return counts | seconds_of
 
     def choices(self) -> list[tuple[int, int, Strategy]]:
         """
