@@ -4,7 +4,7 @@ Run by `test_resume.py` in processes of their own: trains on the tiny policy, wr
 Usage: resume_run.py POLICY_DIR OUTPUT_DIR JSON_FILE KWARGS_AS_JSON; with several processes each writes JSON_FILE.RANK.
 
 Times steer how long the drafter is trained and what the selector learns, so here a clock is injected that only work
-moves on: 10 ms per optimiser step of the drafter, 5 ms per engine step. Everything else is the real thing.
+moves on: 0.1 ms per optimiser step of the drafter, 5 ms per engine step. Everything else is the real thing.
 """
 
 # ruff: noqa: E402
@@ -66,7 +66,7 @@ def digest(tensors) -> str:
 def main(policy_dir: str, output_dir: str, json_file: str, kwargs: str) -> None:
     kwargs = json.loads(kwargs)
     resume = kwargs.pop("resume", None)
-    DrafterTrainer.step = clock.advance_after(DrafterTrainer.step, 0.01)
+    DrafterTrainer.step = clock.advance_after(DrafterTrainer.step, 0.0001)
     args = colocated_arguments(
         output_dir,
         **{
@@ -98,6 +98,7 @@ def main(policy_dir: str, output_dir: str, json_file: str, kwargs: str) -> None:
         "drafter_steps": online.steps,
         "drafter_tokens": online.tokens_trained,
         "buffer": digest(sample.aux_hidden_states for sample in online.buffer.samples),
+        "payback": online.payback.state_dict(),
         "selector": trainer.vllm_generation.rollout_loop.selector.state_dict(),
     }
     with open(json_file if ranks == 1 else f"{json_file}.{rank}", "w") as file:

@@ -173,6 +173,9 @@ def engine_run(policy_dir, output_dir, peft=False, resume=False, slow_reward=Fal
 
     if kwargs.get("drafter_training", True):
         kwargs = {"drafter_time_budget": 0.5} | kwargs
+    if "speculation_strategies" not in kwargs:
+        # What training may cost then does not depend on whether such a small policy's rollouts become faster.
+        kwargs = {"speculation_selector": "fixed"} | kwargs
     args = colocated_arguments(output_dir, gradient_accumulation_steps=2, **{"max_steps": 4} | kwargs)
     peft_config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"]) if peft else None
     trainer = TLTGRPOTrainer(

@@ -53,13 +53,13 @@ class TestEarning:
         account = replace(STEADY, saved_s=-0.08, capture_s=0.04, push_s=0.08)
         assert feed(make(), account).plan.budget_s == pytest.approx(ALLOWANCE_S - 0.02 - 0.03)
 
-    def test_a_quarter_of_what_is_saved_at_first(self):
+    def test_an_eighth_of_what_is_saved_at_first(self):
         # More than the allowance, which it contains.
-        assert feed(make(), replace(STEADY, saved_s=8.0)).plan.budget_s == pytest.approx(0.25 * 2.0)
+        assert feed(make(), replace(STEADY, saved_s=8.0)).plan.budget_s == pytest.approx(0.125 * 2.0)
 
     def test_the_time_budget_is_a_cap(self):
-        assert feed(make(max_share=0.02), replace(STEADY, saved_s=8.0)).plan.budget_s == pytest.approx(0.02 * STEP_S)
-        assert feed(make(max_share=0.0), replace(STEADY, saved_s=8.0)).plan.budget_s == 0.0
+        assert feed(make(max_share=0.02), replace(STEADY, saved_s=16.0)).plan.budget_s == pytest.approx(0.02 * STEP_S)
+        assert feed(make(max_share=0.0), replace(STEADY, saved_s=16.0)).plan.budget_s == 0.0
 
     def test_at_most_half_with_all_side_costs(self):
         payback = make()
@@ -123,7 +123,7 @@ class TestLearning:
     def test_a_drafter_with_nothing_left_to_learn_trains_less_and_less(self):
         account = replace(OBSERVED, saved_s=8.0)
         payback = after_learning(make(), account)
-        assert payback.metrics(account)["tlt/payback/effort"] == 0.25 / 8
+        assert payback.metrics(account)["tlt/payback/effort"] == 0.125 / 8
         feed(payback, account, times=20)
         assert payback.metrics(account)["tlt/payback/effort"] == MIN_EFFORT
         before_s = payback.plan.budget_s

@@ -20,7 +20,7 @@ NEWEST_WEIGHT = 0.25
 # Largest share of what is saved that training and its side costs may take.
 MAX_EFFORT = 0.5
 # A drafter that was given may have nothing to learn, so it has to show first that more effort helps.
-FIRST_EFFORT = 0.25
+FIRST_EFFORT = 0.125
 # What keeps an eye on a drafter that has nothing left to learn.
 MIN_EFFORT = 1 / 64
 
