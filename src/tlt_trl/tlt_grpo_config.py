@@ -79,8 +79,10 @@ class TLTGRPOConfig(GRPOConfig):
             Whether to train the drafter during the run. Without it acceptance decays as the policy moves away from the
             one the drafter was trained for.
         drafter_time_budget (`float`, *optional*, defaults to `0.1`):
-            Share of the time between two rollouts that one process may spend on training its drafter. Pays back
-            through acceptance; 0 trains in waiting time only, which a single process does not have.
+            Largest share of a step to spend on training the drafter outside of waits. How much of it is spent follows
+            from what speculation saves: at most half of that, and about 1 % of the step while the drafter learns. With
+            `speculation_selector='fixed'` savings are not measured; one process then spends the whole share. 0 trains
+            in waiting time only, which a single process does not have.
         drafter_learning_rate (`float`, *optional*, defaults to `0.0005`):
             Learning rate of the drafter's own AdamW. Too low and it cannot follow the policy.
         drafter_max_tokens_per_step (`int`, *optional*, defaults to `512`):
@@ -199,8 +201,10 @@ class TLTGRPOConfig(GRPOConfig):
     drafter_time_budget: float = field(
         default=0.1,
         metadata={
-            "help": "Share of the time between two rollouts that one process may spend on training its drafter. Pays "
-            "back through acceptance; 0 trains in waiting time only, which a single process does not have."
+            "help": "Largest share of a step to spend on training the drafter outside of waits. How much of it is "
+            "spent follows from what speculation saves: at most half of that, and about 1 % of the step while the "
+            "drafter learns. With `speculation_selector='fixed'` savings are not measured; one process then spends "
+            "the whole share. 0 trains in waiting time only, which a single process does not have."
         },
     )
     drafter_learning_rate: float = field(

@@ -1,8 +1,8 @@
 """
 Whole runs with a simulated engine and drafter: what speculation costs in all, and when it pays.
 
-The drafter expects `length()` tokens per verification, by the tokens it was trained on. Without drafts, rollouts take 4 s
-of 16 s. The selector turns speculation off where it does not pay and loses a little by trying.
+The drafter expects `length()` tokens per verification, by the tokens it was trained on. Without drafts, rollouts take
+4 s of 16 s. The selector turns speculation off where it does not pay and loses a little by trying.
 """
 
 from dataclasses import dataclass, field

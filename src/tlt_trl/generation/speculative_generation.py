@@ -238,10 +238,10 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
         return not changed_ranks.item()
 
     def _push_drafter(self) -> None:
-        if self._engine_has_drafter():
-            return
         if self.drafter.config.head == "policy":
             self.drafter.copy_head(self.policy_lm_head)
+        if self._engine_has_drafter():
+            return
         try:
             self.engine.push_drafter(self.drafter.vllm_weights(), verify=self.args.vllm_verify_weight_sync)
         except WeightMismatchError as error:
