@@ -80,9 +80,9 @@ class TLTGRPOConfig(GRPOConfig):
             one the drafter was trained for.
         drafter_time_budget (`float`, *optional*, defaults to `0.1`):
             Largest share of a step to spend on training the drafter outside of waits. How much of it is spent follows
-            from what speculation saves: at most half of that, and about 1 % of the step while the drafter learns. With
-            `speculation_selector='fixed'` savings are not measured; one process then spends the whole share. 0 trains
-            in waiting time only, which a single process does not have.
+            from what speculation saves: at most half of that, and a hundredth of the step while the drafter learns.
+            With `speculation_selector='fixed'` savings are not measured; one process then spends the whole share. 0
+            trains in waiting time only, which a single process does not have.
         drafter_learning_rate (`float`, *optional*, defaults to `0.0005`):
             Learning rate of the drafter's own AdamW. Too low and it cannot follow the policy.
         drafter_max_tokens_per_step (`int`, *optional*, defaults to `512`):
@@ -202,7 +202,7 @@ class TLTGRPOConfig(GRPOConfig):
         default=0.1,
         metadata={
             "help": "Largest share of a step to spend on training the drafter outside of waits. How much of it is "
-            "spent follows from what speculation saves: at most half of that, and about 1 % of the step while the "
+            "spent follows from what speculation saves: at most half of that, and a hundredth of the step while the "
             "drafter learns. With `speculation_selector='fixed'` savings are not measured; one process then spends "
             "the whole share. 0 trains in waiting time only, which a single process does not have."
         },

@@ -1,8 +1,10 @@
 import time
 
+import pytest
 import torch
 from tests.online_drafter.conftest import rollout
 
+from tlt_trl.idle.payback import PayBack
 from tlt_trl.online_drafter import InactiveOnlineDrafter, OnlineDrafter
 from tlt_trl.telemetry.alarms import Alarms
 
@@ -164,6 +166,66 @@ class TestSeveralProcesses:
         online = make_online(wait=FinishedAfter(100), on_trained=lambda: changes.append("trained"), share=0.0)
         rollout(online, clock)
         assert not changes and online.tokens_trained == 0
+
+    def test_an_agreed_budget_is_trained_after_the_wait_and_before_the_merge(
+        self, make_online, fill_buffer, monkeypatch, clock
+    ):
+        # A tensor-parallel group that is the whole world never waits.
+        order = []
+        monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: order.append(("merged", online.steps)))
+        payback = PayBack(0.5, trains_in_waits=True)
+        wait = FinishedAfter(0)
+        online = make_online(fill_buffer(), wait=wait, payback=payback)
+        rollout(online, clock)
+        assert payback.plan.budget_s == pytest.approx(0.01)  # of a second, while it learns
+        assert wait.announced == 1 and online.steps > 0
+        assert order[0] == ("merged", online.steps)  # the number of tokens
+        metrics = online.pop_metrics()
+        assert metrics["tlt/payback/spent_s"] >= metrics["tlt/drafter/time_s"] > 0
+
+
+class TestPausing:
+    def test_nothing_is_trained_waited_for_or_recorded(self, make_online, fill_buffer, policy, clock):
+        spoken, alarms, wait = [], Alarms(), FinishedAfter(100)
+        online = make_online(
+            fill_buffer(),
+            payback=PayBack(0.5, trains_in_waits=True),
+            wait=wait,
+            in_background=True,
+            alarms=alarms,
+            speculate=spoken.append,
+        )
+        loss = {"tlt/speculation/saved_s": -1.0, "tlt/sync/drafter_s": 0.0, "tlt/draft_tokens/proposed": 0.0}
+        while not spoken or spoken[-1]:
+            online.start_rollout(0)
+            clock.now_s += 1.0
+            online.note_rollout(loss)
+            online.pop_metrics()
+            assert len(spoken) < 20
+        assert alarms.active["not_paying"] and "paused, next try in 16 rollouts" in online.describe()
+        online.train_after_rollout()
+        with online.in_background():
+            time.sleep(0.1)
+        assert wait.announced == online.steps == 0
+        before, ids = online.buffer.num_added, torch.arange(24).reshape(2, 12)
+        online.start_scoring(is_training=True)
+        with torch.no_grad(), online.recording(ids, torch.ones_like(ids), 4, 0, 0):
+            policy(ids)
+        assert online.buffer.num_added == before
+        # A run that goes on from here is still paused, and another one is not.
+        resumed = make_online(payback=PayBack(0.5, trains_in_waits=True), speculate=spoken.append)
+        resumed.load_state_dict(online.state_dict())
+        assert spoken[-1] is False
+        resumed.start_run()
+        assert spoken[-1] is True
+
+    def test_why_nothing_was_trained_is_told(self, make_online, fill_buffer, clock, caplog):
+        alarms = Alarms()
+        online = make_online(fill_buffer(), share=0.0, alarms=alarms)
+        for _ in range(20):
+            assert not alarms.active["drafter_untrained"]
+            rollout(online, clock)
+        assert alarms.active["drafter_untrained"] and "`drafter_time_budget=0` leaves waits only" in caplog.text
 
 
 class TestFeatures:
