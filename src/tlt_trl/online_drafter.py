@@ -15,10 +15,11 @@ from .drafter.feature_buffer import FeatureBuffer
 from .drafter.features import FeatureRecorder
 from .drafter.modeling_drafter import Drafter
 from .drafter.pass_to_record import PassToRecord
+from .drafter.ranks import check_identical
 from .drafter.training_report import MAXIMA, TrainingReport
 from .drafter.training_state import cpu_copy
 from .generation.speculative_generation import SpeculativeVLLMGeneration
-from .idle.averaging import average_by_tokens, check_identical
+from .idle.averaging import average_by_tokens
 from .idle.payback import PayBack
 from .idle.spot_training import MAX_STEP_S, BackgroundTraining, PolicyCopy, train_safely, train_until_all_finished
 from .idle.step_account import StepAccount
@@ -171,6 +172,7 @@ class OnlineDrafter:
         self._background_latency_s = 0.0
         self._rollout: Mapping[str, float] | None = None  # metrics of the last one
         self._policy_step = 0
+        self._is_compared = False  # with the drafters of the other ranks, in this run
 
     @property
     def steps(self) -> int:
@@ -185,13 +187,17 @@ class OnlineDrafter:
         self.payback.start_run()
         self._speculate(self.payback.plan.speculates)
         self.buffer.start_run()
+        self._is_compared = False
 
     def evaluating(self) -> AbstractContextManager[None]:
         """Around an evaluation, which is no part of a step: ten minutes of it must not earn the drafter a minute."""
         return self.step_clock.uncounted()
 
     def start_rollout(self, step: int) -> None:
-        """Begins a training rollout at that step of the policy."""
+        """Begins a training rollout at that step of the policy; every rank must call it."""
+        if self._wait is not None and not self._is_compared:
+            check_identical(self.drafter, self._accelerator.gather)
+            self._is_compared = True
         self.step_clock.start()
         self._policy_step = step
         self.buffer.start_step(step)
@@ -262,7 +268,7 @@ class OnlineDrafter:
         tensors: Sequence[Tensor] = self.trainer.parameters
         total = average_by_tokens(tensors, tokens, torch.distributed.all_reduce)
         if total:
-            check_identical(tensors, self._accelerator.gather)
+            check_identical(self.drafter, self._accelerator.gather)
         return int(total)
 
     @contextmanager

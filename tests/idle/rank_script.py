@@ -16,7 +16,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tlt_trl.drafter import Drafter, DrafterTrainer, DrafterTrainingArguments, FeatureBuffer, FeatureSample
-from tlt_trl.idle.averaging import average_by_tokens, check_identical
+from tlt_trl.drafter.ranks import check_identical
+from tlt_trl.idle.averaging import average_by_tokens
 from tlt_trl.idle.spot_training import train_until_all_finished
 from tlt_trl.idle.straggler_wait import StragglerError, StragglerWait
 from tlt_trl.upstream import default_store
@@ -82,7 +83,7 @@ def main():
             os._exit(3)  # the process group can no longer be taken down in order
         parameters = list(trainer.drafter.parameters())
         all_tokens = average_by_tokens(parameters, report.tokens, torch.distributed.all_reduce)
-        check_identical(parameters, gather)
+        check_identical(trainer.drafter, gather)
         reports.append(report.numbers() | {"all_tokens": all_tokens})
     torch.save(trainer.drafter.state_dict(), os.path.join(folder, f"drafter_{rank}.pt"))
     print(json.dumps({"reports": reports}), flush=True)

@@ -1,11 +1,11 @@
 """Steps the engine until every sample is finished; the selector chooses each step and hears what it did."""
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 from ..strategy import Selector, StepLedger, Strategy
 from .engine import EngineStep, RolloutEngine
+from .leader import LeadersChoice
 from .lookup import LookupDrafter
 
 
@@ -125,8 +125,7 @@ class RolloutLoop:
     def __init__(self, engine: RolloutEngine, selector: Selector):
         self.engine = engine
         self.selector = selector
-        # Ranks of a tensor-parallel group run one engine: they must not draft different numbers of tokens.
-        self.agree: Callable[[Strategy], Strategy] = lambda strategy: strategy
+        self.leaders_choice: LeadersChoice | None = None  # with tensor parallelism
         self.stats = RolloutStats()
         self.disabled: set[str] = set()  # reasons for which speculation is off, whatever the selector says
         self.ledger = StepLedger(selector)
@@ -135,8 +134,12 @@ class RolloutLoop:
         self._context_tokens = 0
 
     def _choose(self, batch_size: int) -> Strategy:
-        chosen = Strategy.off() if self.disabled else self.selector.select(batch_size, self._context_tokens)
-        return self.agree(chosen)
+        if self.leaders_choice is None:
+            return self._own_choice(batch_size)
+        return self.leaders_choice(batch_size, self._own_choice)
+
+    def _own_choice(self, batch_size: int) -> Strategy:
+        return Strategy.off() if self.disabled else self.selector.select(batch_size, self._context_tokens)
 
     def speculate_while_it_pays(self, pays: bool) -> None:
         """Whether speculation, as a whole, costs less than it saves."""
@@ -150,6 +153,8 @@ class RolloutLoop:
         self.engine.choose = self._choose
         self.engine.lookup = self.lookup
         self.selector.start_rollout()
+        if self.leaders_choice is not None:
+            self.leaders_choice.start_rollout()
         self.lookup.start_rollout()
         self._context_tokens = 0  # what the last rollout ended with is gone
         finished = []

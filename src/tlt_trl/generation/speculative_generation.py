@@ -2,11 +2,8 @@
 
 import functools
 import logging
-import os
-import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -14,8 +11,9 @@ from transformers import PreTrainedTokenizerBase
 from trl.generation.vllm_generation import VLLMGeneration, empty_cache
 
 from ..drafter.modeling_drafter import Drafter
+from ..drafter.ranks import drafter_of_first_rank
 from ..drafter.source import build_drafter
-from ..strategy import StepLedger, Strategy, describe, ledger_metrics, make_selector, strategies_for
+from ..strategy import StepLedger, describe, ledger_metrics, make_selector, strategies_for
 from ..telemetry.alarms import Alarms
 from ..telemetry.metrics import rollout_metrics
 from ..telemetry.reduce import sum_over_ranks
@@ -28,8 +26,10 @@ from .canary import InexactEngineError, failure_message, run_canary
 from .cuda_graphs import plan_cuda_graphs
 from .drafter_lag import DrafterLag
 from .engine import RolloutEngine
+from .leader import LeadersChoice
 from .policy_checks import check_embedding_rows
 from .policy_mark import PolicyMark
+from .ranks import drafter_folder, failing_together, failures_of_ranks
 from .rollout_loop import RolloutLoop
 
 
@@ -109,11 +109,29 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
 
         prepare_vllm()
         check_embedding_rows(self.model, self.trust_remote_code)
+        with failing_together(self.accelerator):
+            drafter = self._build_drafter().to(self.accelerator.device)
+        self.drafter = drafter_of_first_rank(drafter) if self.accelerator.num_processes > 1 else drafter
+        with drafter_folder(self.drafter, self.accelerator) as folder:
+            with replaced_llm(functools.partial(self._build_llm, folder)):
+                super()._init_vllm()  # which ends with a barrier: all engines have read the folder
+        self.engine = RolloutEngine(self.llm)
+        self.engine.repeats_seeds = self.args.repeats_seeds
+        self.rollout_loop = self.llm.rollout_loop = RolloutLoop(self.engine, self._make_selector())
+        # A fixed strategy depends on the batch alone, which is the same on all ranks.
+        if self.tensor_parallel_size > 1 and self.args.speculation_selector != "fixed":
+            selector = self.rollout_loop.selector
+            self.rollout_loop.leaders_choice = LeadersChoice(
+                selector.strategies, selector.bucket_edges, self._number_of_leader
+            )
+        self._check_exactness()
+
+    def _build_drafter(self) -> Drafter:
         args = self.args
         tokenizer = self.processing_class
         if not isinstance(tokenizer, PreTrainedTokenizerBase):
             tokenizer = tokenizer.tokenizer
-        drafter = build_drafter(
+        return build_drafter(
             self.model,
             given=self._given_drafter,
             name_or_path=args.drafter_model_name_or_path,
@@ -122,17 +140,6 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
             tokenizer=tokenizer,
             gather_params=self._dist.gather_params,
         )
-        self.drafter = drafter.to(self.accelerator.device)
-        with tempfile.TemporaryDirectory(prefix="tlt-trl-drafter-") as folder:
-            save_for_engine(self.drafter, folder)
-            with replaced_llm(functools.partial(self._build_llm, folder)):
-                super()._init_vllm()
-        self.engine = RolloutEngine(self.llm)
-        self.engine.repeats_seeds = args.repeats_seeds
-        self.rollout_loop = self.llm.rollout_loop = RolloutLoop(self.engine, self._make_selector())
-        if self.tensor_parallel_size > 1:
-            self.rollout_loop.agree = self._strategy_of_leader
-        self._check_exactness()
 
     def _make_selector(self):
         args = self.args
@@ -140,19 +147,17 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
         options = {}
         if args.speculation_selector == "fixed":
             options["activation_threshold"] = args.speculation_activation_threshold
+        elif self.tensor_parallel_size > 1:
+            options["min_dwell_steps"] = 1  # `LeadersChoice` holds what it chooses
         return make_selector(
             args.speculation_selector, strategies, self.engine.max_num_seqs, seed=args.seed, **options
         )
 
-    def _strategy_of_leader(self, strategy: Strategy) -> Strategy:
-        """
-        The choice of the first rank of the tensor-parallel group, whose timings alone decide: each rank measures its
-        own, and ranks that chose differently would wait for each other for ever.
-        """
-        strategies = self.rollout_loop.selector.strategies
-        index = torch.tensor([strategies.index(strategy)], device=self.accelerator.device)
-        torch.distributed.broadcast(index, group=self.tp_group, group_src=0)
-        return strategies[int(index.item())]
+    def _number_of_leader(self, number: int) -> int:
+        """What the first rank of the tensor-parallel group passes."""
+        tensor = torch.tensor([number], device=self.accelerator.device)
+        torch.distributed.broadcast(tensor, group=self.tp_group, group_src=0)
+        return int(tensor.item())
 
     def _build_llm(self, drafter_dir: str, llm_class, **trl_kwargs):
         """TRL's engine with a drafter; `vllm_engine_kwargs` have the last word."""
@@ -188,12 +193,14 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
         """Asks the engine, before anything is trained on its samples, whether it is exact under speculation."""
         # An engine that sleeps at level 2 has no weights yet.
         results = run_canary(self.engine, has_weights=not self.enable_sleep_mode)
-        self.is_exact = all(result.ok for result in results)
+        is_exact = all(result.ok for result in results)
+        failures = failures_of_ranks(self.accelerator, "" if is_exact else failure_message(results))
+        self.is_exact = not failures
         if self.is_exact:
             return
         if self.args.speculation_on_unsupported == "error":
-            raise InexactEngineError(failure_message(results))
-        logger.warning("%s\nThis run goes on without speculation and without a drafter.", failure_message(results))
+            raise InexactEngineError(failures)
+        logger.warning("%s\nThis run goes on without speculation and without a drafter.", failures)
         self.rollout_loop.disabled.add("inexact")
 
     # ---- weight sync -----------------------------------------------------------------------------------------------
@@ -216,7 +223,8 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
             empty_cache()
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
-        self.engine.push_policy(self._policy_weights(), verify=self.args.vllm_verify_weight_sync)
+        with failing_together(self.accelerator):
+            self.engine.push_policy(self._policy_weights(), verify=self.args.vllm_verify_weight_sync)
         if self.is_exact:
             push_started = time.perf_counter()
             self._push_drafter()
@@ -238,17 +246,23 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
         return not changed_ranks.item()
 
     def _push_drafter(self) -> None:
-        if self.drafter.config.head == "policy":
-            self.drafter.copy_head(self.policy_lm_head)
-        if self._engine_has_drafter():
-            return
-        try:
-            self.engine.push_drafter(self.drafter.vllm_weights(), verify=self.args.vllm_verify_weight_sync)
-        except WeightMismatchError as error:
+        # Ranks may differ in what they have to push, as after a period of training that failed on one of them.
+        is_current, failure = self._engine_has_drafter(), ""
+        with failing_together(self.accelerator):
+            try:
+                if not is_current:
+                    if self.drafter.config.head == "policy":
+                        self.drafter.copy_head(self.policy_lm_head)
+                    self.engine.push_drafter(self.drafter.vllm_weights(), verify=self.args.vllm_verify_weight_sync)
+            except WeightMismatchError as error:
+                failure = str(error)
+        if failures := failures_of_ranks(self.accelerator, failure):
             # A wrong drafter costs speed, not correctness: the run goes on without it.
-            self.alarms.set("drafter_mismatch", True, str(error))
+            self.alarms.set("drafter_mismatch", True, failures)
             self.rollout_loop.disabled.add("drafter_mismatch")
             self._pushed_versions = ()
+            return
+        if is_current:
             return
         self.alarms.set("drafter_mismatch", False)
         self.rollout_loop.disabled.discard("drafter_mismatch")
@@ -326,21 +340,3 @@ def speculative_config(drafter: str, max_draft_tokens: int, max_num_seqs: int, i
         # Reserves memory for the drafter's probabilities; each strategy then says whether they are used.
         "draft_sample_method": "probabilistic" if is_probabilistic else "greedy",
     }
-
-
-def save_for_engine(drafter: Drafter, folder: str | os.PathLike) -> None:
-    """
-    Saves the drafter where the engine loads it from.
-
-    Raises:
-        `OSError`: If the disk is too small; the message names the folder, what is needed and what is free.
-    """
-    needed = sum(tensor.numel() * tensor.element_size() for _, tensor in drafter.vllm_weights())
-    stats = os.statvfs(folder)
-    free = stats.f_bavail * stats.f_frsize
-    if free < needed:
-        raise OSError(
-            f"The drafter that the engine loads takes {needed} bytes, and {Path(folder).parent} has {free} free. Set "
-            "the environment variable TMPDIR to a folder with more room."
-        )
-    drafter.save_pretrained(folder)

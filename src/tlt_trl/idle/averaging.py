@@ -12,13 +12,6 @@ AllReduce = Callable[[Tensor], None]
 # Elements sent in one collective (256 MB in fp32): a second copy of a large drafter might not fit beside the engine.
 BUCKET_ELEMENTS = 1 << 26
 
-# Concatenates the tensors of all ranks along the first dimension, in their order.
-Gather = Callable[[Tensor], Tensor]
-
-
-class DraftersDifferError(RuntimeError):
-    """Ranks hold different drafters after a merge."""
-
 
 @torch.no_grad()
 def average_by_tokens(tensors: Sequence[Tensor], tokens: float, all_reduce: AllReduce) -> float:
@@ -73,29 +66,3 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
             bucket.append(part)
             room -= len(part)
     yield bucket
-
-
-@torch.no_grad()
-def check_identical(tensors: Sequence[Tensor], gather: Gather) -> None:
-    """
-    Compares checksums of the tensors' bits over all ranks: one pass over the weights and eight bytes sent.
-
-    Args:
-        tensors (`Sequence[Tensor]`):
-            fp32 tensors.
-        gather (`Gather`):
-            Such as `accelerator.gather`.
-
-    Raises:
-        [`DraftersDifferError`]: If a rank's sum is another than that of the first rank.
-    """
-    own = torch.stack([tensor.detach().view(torch.int32).sum(dtype=torch.int64) for tensor in tensors]).sum()
-    sums = gather(own[None]).tolist()
-    different = [rank for rank, value in enumerate(sums) if value != sums[0]]
-    if different:
-        raise DraftersDifferError(
-            f"After merging, the drafters of ranks {different} are not that of rank 0. Their engines would draft "
-            "differently and their checkpoints would disagree. Do all ranks run the same versions of torch and of the "
-            "collective library, on the same kind of device? `drafter_training=False` goes on with the present "
-            "drafter."
-        )
