@@ -1,44 +1,16 @@
 """Several real processes over gloo, without an engine: merging, ranks with nothing to do, ranks that die."""
 
-import json
-import socket
-import subprocess
-import sys
+import functools
 from pathlib import Path
 
 import pytest
 import torch
-from tests.conftest import environment_of_its_own
+from tests import rank_tools
 
 
 pytestmark = pytest.mark.processes
 
-SCRIPT = Path(__file__).with_name("rank_script.py")
-
-
-def run_ranks(folder, world_size, **options):
-    """Results and exit codes of all ranks."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = environment_of_its_own() | {"OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(rank), str(world_size), str(port), str(folder), json.dumps(options)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        for rank in range(world_size)
-    ]
-    try:
-        outputs = [process.communicate(timeout=120) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    results = [json.loads(out.splitlines()[-1]) if out.strip() else {"stderr": err[-3000:]} for out, err in outputs]
-    return results, [process.returncode for process in processes]
+run_ranks = functools.partial(rank_tools.run_ranks, Path(__file__).with_name("rank_script.py"))
 
 
 def drafters(folder, world_size):

@@ -1,0 +1,69 @@
+"""One engine over two processes: same drafter, same choices, every rank's slices compared, failures of one end both."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.conftest import ROOT, environment_of_its_own, save_tiny_policy
+
+
+pytestmark = [pytest.mark.engine, pytest.mark.processes]
+
+SCRIPT = Path(__file__).with_name("group_script.py")
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    return save_tiny_policy(tmp_path_factory.mktemp("policy"), vocab_size=128, num_layers=2, tied=False)
+
+
+def train(policy, output_dir, **options):
+    """Results of both ranks."""
+    output_dir.mkdir()
+    config = ROOT / "accelerate_configs" / "cpu_2_processes.yaml"
+    launcher = ["-m", "accelerate.commands.launch", "--config_file", str(config), "--main_process_port", "0"]
+    done = subprocess.run(
+        [sys.executable, *launcher, str(SCRIPT), policy, str(output_dir), json.dumps(options)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment_of_its_own() | {"OMP_NUM_THREADS": "1"},
+        timeout=250,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads((output_dir / f"result_{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_ranks_of_an_engine_train_and_choose_alike(policy, tmp_path):
+    first, second = train(policy, tmp_path / "run", max_completion_length=24)
+    assert "error" not in first and "error" not in second
+    assert first["disabled"] == second["disabled"] == []
+    # The second rank's own policy was all zeros.
+    assert first["drafter_at_start"] == second["drafter_at_start"] > 0
+    assert first["drafter"] == second["drafter"]
+    assert first["policy"] == second["policy"]
+    # Their selectors have heard of different times, and still both have run the same strategies.
+    assert first["choices"] == second["choices"]
+    assert len(set(first["choices"])) > 1
+    assert first["asked"] == second["asked"] < len(first["choices"]) / 2
+    assert len(first["logs"]) == 3
+    assert all(log["tlt/alarm/drafter_mismatch"] == 0.0 for log in first["logs"])
+
+
+def test_a_wrong_slice_of_the_policy_ends_both_ranks(policy, tmp_path):
+    name = "model.layers.1.mlp.down_proj.weight"
+    first, second = train(policy, tmp_path / "run", wrong_policy=name)
+    assert second["error"].startswith("WeightMismatchError") and name in second["error"]
+    assert first["error"].startswith("OtherRankFailedError")
+    assert "Rank 1: WeightMismatchError" in first["error"] and name in first["error"]
+
+
+def test_a_wrong_slice_of_the_drafter_stops_its_use_on_both_ranks(policy, tmp_path):
+    first, second = train(policy, tmp_path / "run", wrong_drafter="midlayer.mlp.down_proj.weight")
+    assert "error" not in first and "error" not in second
+    assert first["disabled"] == second["disabled"] == ["drafter_mismatch"]
+    assert set(first["choices"]) == {"off"}
+    assert all(log["tlt/alarm/drafter_mismatch"] == 1.0 for log in first["logs"])
