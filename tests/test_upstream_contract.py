@@ -266,7 +266,11 @@ ENGINE: Contract = {
     "vllm.model_executor.layers.linear:LinearBase.quant_method": None,
     "vllm.model_executor.layers.linear:QKVParallelLinear.output_partition_sizes": None,
     "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm": ("layer", "remove_weight"),
+    "vllm.model_executor.layers.linear:RowParallelLinear.input_size_per_partition": None,
     "vllm.model_executor.layers.vocab_parallel_embedding:ParallelLMHead.quant_method": None,
+    "vllm.model_executor.layers.vocab_parallel_embedding:VocabParallelEmbedding.num_embeddings_per_partition": None,
+    "vllm.config.parallel:ParallelConfig.rank": None,
+    "vllm.config.parallel:ParallelConfig.tensor_parallel_size": None,
     "vllm.model_executor.model_loader.reload:finalize_layerwise_reload": ("model", "model_config"),
     "vllm.model_executor.model_loader.reload:initialize_layerwise_reload": ("model",),
     # Samplers.

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .contract import UnsupportedEngineError, require
+from .shards import TensorParallelRank
 
 
 if TYPE_CHECKING:
@@ -74,8 +75,10 @@ class EngineParts:
         return self.config.model_config.dtype
 
     @property
-    def tensor_parallel_size(self) -> int:
-        return self.config.parallel_config.tensor_parallel_size
+    def tensor_parallel_rank(self) -> TensorParallelRank:
+        num_ranks = self.config.parallel_config.tensor_parallel_size
+        # As TRL makes the groups: consecutive ranks. vLLM's own group is what is to be checked.
+        return TensorParallelRank(self.config.parallel_config.rank % num_ranks, num_ranks)
 
     @property
     def max_num_seqs(self) -> int:

@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from .contract import require
+from .shards import TensorParallelRank
 
 
 # Checkpoint name of a part -> name of the fused module in vLLM, and the index of the part among its outputs.
@@ -126,13 +127,15 @@ class EngineTensors:
             The engine's model, not while weights are being loaded.
         multiply (`Callable[[torch.nn.Module, torch.Tensor], torch.Tensor | None]`):
             Product of a layer and row vectors, as the engine computes it; `None` for a layer that does not multiply.
+        rank ([`TensorParallelRank`], *optional*):
+            Of this process, which holds slices in a tensor-parallel engine.
 
     Attributes:
         packed (`Mapping[torch.nn.Module, list[int]]`):
             Checksums of weights that cannot be read any more, see [`noting_packed_weights`].
     """
 
-    def __init__(self, model: torch.nn.Module, multiply: Multiply):
+    def __init__(self, model: torch.nn.Module, multiply: Multiply, rank: TensorParallelRank = TensorParallelRank()):
         self.packed: PackedChecksums = WeakKeyDictionary()
         # A tied head is the same tensor as the embedding, and in some models the same module.
         self._modules = dict(model.named_modules(remove_duplicate=False))
@@ -141,6 +144,7 @@ class EngineTensors:
         )
         self._dtypes = {name: tensor.dtype for name, tensor in tensors}
         self._multiply = multiply
+        self._rank = rank
 
     def _find(self, name: str) -> tuple[str, str, int | None] | None:
         """Module and tensor that hold what a checkpoint calls `name`, and the index of the part where it is fused."""
@@ -159,6 +163,11 @@ class EngineTensors:
         found = self._find(name)
         return None if found is None else self._dtypes[f"{found[0]}.{found[1]}".removeprefix(".")]
 
+    def slice_of(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The part of a tensor of the checkpoint that belongs to this rank; all of it when the engine has none of it."""
+        found = self._find(name)
+        return tensor if found is None else self._rank.slice_of(tensor, self._modules[found[0]], found[2])
+
     def fingerprint(self, name: str, shape: tuple[int, ...]) -> Fingerprint | None:
         """
         Fingerprint of the engine's copy of a tensor.
@@ -167,7 +176,8 @@ class EngineTensors:
             name (`str`):
                 Its name in the checkpoint.
             shape (`tuple[int, ...]`):
-                Shape of the tensor that was pushed (an embedding in the engine is padded to more rows).
+                Shape of this rank's part of the tensor that was pushed (an embedding in the engine is padded to more
+                rows).
 
         Returns:
             `Fingerprint`: or `None` when the engine has no tensor of that name, or one that can neither be read nor
@@ -221,8 +231,8 @@ def compare_fingerprints(pushed: dict[str, Fingerprint], engine: EngineTensors) 
 def _same(expected: Fingerprint, actual: Fingerprint) -> bool:
     if actual.checksum is not None and actual.checksum != expected.checksum:
         return False
-    if actual.products is None or expected.products is None:
-        return True
+    if actual.products is None or expected.products is None or not expected.products.numel():
+        return True  # a rank of an embedding may hold nothing but padding
     wanted = expected.products.float()
     difference = (wanted - actual.products.float().to(wanted.device)).abs()
     largest = wanted.abs().max()

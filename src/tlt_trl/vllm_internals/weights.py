@@ -71,9 +71,7 @@ class EngineWeights:
         from vllm.config import set_current_vllm_config
 
         fingerprints: dict[str, Fingerprint] = {}
-        # A tensor-parallel rank holds slices of what is pushed; slices are not compared.
-        verify = verify and self._parts.tensor_parallel_size == 1
-        engine = EngineTensors(self.policy, _multiply)
+        engine = EngineTensors(self.policy, _multiply, self._parts.tensor_parallel_rank)
         observed = self._observed(weights, engine, fingerprints) if verify else iter(weights)
         model = self._parts.runner.model
         with set_current_vllm_config(self._parts.config), torch.no_grad():
@@ -101,7 +99,8 @@ class EngineWeights:
                     "not changed further. Look at the loss and `grad_norm` of the steps before: lower `learning_rate` "
                     "or `max_grad_norm`, check the reward function for NaN, or resume from an earlier checkpoint."
                 )
-            fingerprints[name] = fingerprint_of_weight(tensor, engine.dtype(name) or self._parts.dtype)
+            own = engine.slice_of(name, tensor)
+            fingerprints[name] = fingerprint_of_weight(own, engine.dtype(name) or self._parts.dtype)
             yield name, tensor
         # A tied head is not among the weights, but the engine may multiply by a copy of its own.
         head, embedding = "lm_head.weight", "model.embed_tokens.weight"
@@ -114,7 +113,7 @@ class EngineWeights:
         if shared := [name for name, _ in weights if "embed_tokens" in name]:
             raise ValueError(f"The drafter shares the policy's embedding; refusing to load {shared} over it.")
         policy_embedding = bits_checksum(self.policy_embedding.data) if verify else None
-        engine = EngineTensors(self.drafter, _multiply)
+        engine = EngineTensors(self.drafter, _multiply, self._parts.tensor_parallel_rank)
         self._load_drafter(weights, engine)
         if not verify:
             return
@@ -124,8 +123,7 @@ class EngineWeights:
                 "version and the model's name."
             )
         check_mapping(self.drafter, dict(weights))
-        if self._parts.tensor_parallel_size == 1:
-            self._check_read_back("drafter", engine, _fingerprints_of_drafter(weights, engine))
+        self._check_read_back("drafter", engine, _fingerprints_of_drafter(weights, engine))
 
     def _load_drafter(self, weights: list[tuple[str, torch.Tensor]], engine: EngineTensors) -> None:
         from vllm.config import set_current_vllm_config
@@ -165,7 +163,8 @@ def _fingerprints_of_drafter(weights: list[tuple[str, torch.Tensor]], engine: En
     for name, tensor in weights:
         engine_name = name.replace("midlayer.", "layers.0.")
         if tensor.is_floating_point():  # `check_mapping` compares the mapping
-            fingerprints[engine_name] = fingerprint_of_weight(tensor, engine.dtype(engine_name) or tensor.dtype)
+            own = engine.slice_of(engine_name, tensor)
+            fingerprints[engine_name] = fingerprint_of_weight(own, engine.dtype(engine_name) or tensor.dtype)
     return fingerprints
 
 
