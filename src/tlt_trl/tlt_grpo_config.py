@@ -64,7 +64,7 @@ class TLTGRPOConfig(GRPOConfig):
         vllm_verify_weight_sync (`bool`, *optional*, defaults to `True`):
             Whether to read weights back from the engine after every sync and compare them with what was pushed. Costs
             about one pass over the weights; catches a stale or half-loaded engine, which would train on another
-            policy's samples. A tensor-parallel engine, whose ranks hold slices, is not compared.
+            policy's samples. Each rank of a tensor-parallel engine compares its slices.
 
         > Parameters that control the drafter
 
@@ -170,7 +170,7 @@ class TLTGRPOConfig(GRPOConfig):
         metadata={
             "help": "Whether to read weights back from the engine after every sync and compare them with what was "
             "pushed. Costs about one pass over the weights; catches a stale or half-loaded engine, which would train "
-            "on another policy's samples. A tensor-parallel engine, whose ranks hold slices, is not compared."
+            "on another policy's samples. Each rank of a tensor-parallel engine compares its slices."
         },
     )
 

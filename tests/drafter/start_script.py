@@ -93,7 +93,9 @@ def main():
     tempfile.tempdir = folder
     with drafter_folder(drafter, accelerator) as shared:
         result["folders"] = os.listdir(folder)
-        result["loads"] = all(map(torch.equal, Drafter.from_pretrained(shared).state_dict().values(), drafter.state_dict().values()))
+        result["loads"] = all(
+            map(torch.equal, Drafter.from_pretrained(shared).state_dict().values(), drafter.state_dict().values())
+        )
         accelerator.wait_for_everyone()
     torch.save(drafter.state_dict(), os.path.join(folder, f"drafter_{rank}.pt"))
     print(json.dumps(result), flush=True)

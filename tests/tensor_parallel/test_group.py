@@ -1,4 +1,4 @@
-"""One engine over two processes: same drafter, same choices, every rank's slices compared, failures of one end both."""
+"""One engine over two processes: same drafter, same choices, slices of every rank compared, one failure ends both."""
 
 import json
 import os

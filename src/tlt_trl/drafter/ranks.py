@@ -31,8 +31,8 @@ def drafter_of_first_rank(drafter: Drafter) -> Drafter:
     """
     The drafter of the first rank; every rank must call it with its own, on the device that collectives work on.
 
-    Ranks may have made theirs from different things: a policy that FSDP fills with zeros on every rank but one until it
-    is prepared (`fsdp_cpu_ram_efficient_loading`), or a data set of which each rank has a part.
+    Ranks may have made theirs from different things: a policy that FSDP fills with zeros on every rank but one until
+    it is prepared (`fsdp_cpu_ram_efficient_loading`), or a data set of which each rank has a part.
 
     Args:
         drafter ([`Drafter`]):
@@ -71,7 +71,7 @@ def check_identical(drafter: Drafter, gather: Gather) -> None:
             Such as `accelerator.gather`.
 
     Raises:
-        [`DraftersDifferError`]: If a rank has other weights, another vocabulary or other feature layers than the first.
+        [`DraftersDifferError`]: If weights, vocabulary or feature layers of a rank are not those of the first.
     """
     sums = [weight.view(torch.int32).sum(dtype=torch.int64) for weight in drafter.trained_parameters()]
     weights = torch.stack(sums).sum()

@@ -13,9 +13,9 @@ class LeadersChoice:
     """
     Gives all ranks of a tensor-parallel group the choice of their first rank, and asks for it once in a while.
 
-    They run one engine together: ranks that drafted different numbers of tokens would wait for each other for ever. But
-    each measures times of its own, so their selectors differ. All of them see the same batches, and therefore ask at
-    the same steps without a word: when the batch has changed its bucket, and otherwise every `HOLD_STEPS` steps.
+    They run one engine together: ranks that drafted different numbers of tokens would wait for each other for ever.
+    But each measures times of its own, so their selectors differ. All of them see the same batches, and therefore ask
+    at the same steps without a word: when the batch has changed its bucket, and otherwise every `HOLD_STEPS` steps.
 
     Args:
         strategies (`Sequence[Strategy]`):
@@ -26,9 +26,7 @@ class LeadersChoice:
             The number that the first rank passes; all ranks of the group call it at the same time.
     """
 
-    def __init__(
-        self, strategies: Sequence[Strategy], bucket_edges: Sequence[int], from_leader: Callable[[int], int]
-    ):
+    def __init__(self, strategies: Sequence[Strategy], bucket_edges: Sequence[int], from_leader: Callable[[int], int]):
         self._strategies = list(strategies)
         self._edges = bucket_edges
         self._from_leader = from_leader

@@ -164,7 +164,7 @@ class EngineTensors:
         return None if found is None else self._dtypes[f"{found[0]}.{found[1]}".removeprefix(".")]
 
     def slice_of(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The part of a tensor of the checkpoint that belongs to this rank; all of it when the engine has none of it."""
+        """This rank's part of a tensor of the checkpoint; all of one that the engine does not have."""
         found = self._find(name)
         return tensor if found is None else self._rank.slice_of(tensor, self._modules[found[0]], found[2])
 

@@ -57,7 +57,7 @@ class TensorParallelRank:
 
     def _along(self, dim: int, size: int, tensor: torch.Tensor) -> torch.Tensor:
         """
-        The slice of that size. There are as many as ranks, one that all ranks hold, or, where key-value heads are fewer
+        The slice of that size. There are as many as ranks, one that all ranks hold or, where key-value heads are fewer
         than ranks, one for several neighbours.
         """
         num_slices = tensor.shape[dim] // size
