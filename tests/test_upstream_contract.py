@@ -264,7 +264,7 @@ ENGINE: Contract = {
     f"{RUNNER}.sampler": None,
     "vllm.config:set_current_vllm_config": ("vllm_config",),
     "vllm.model_executor.layers.linear:LinearBase.quant_method": None,
-    "vllm.model_executor.layers.linear:QKVParallelLinear.output_partition_sizes": None,
+    "vllm.model_executor.layers.linear:ColumnParallelLinear.output_partition_sizes": None,
     "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm": ("layer", "remove_weight"),
     "vllm.model_executor.layers.linear:RowParallelLinear.input_size_per_partition": None,
     "vllm.model_executor.layers.vocab_parallel_embedding:ParallelLMHead.quant_method": None,
