@@ -67,7 +67,8 @@ def main():
     torch.distributed.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size
     )
-    wait = StragglerWait(default_store(), rank, world_size, options.get("timeout_s", 60.0))
+    timeout_s, group_size = options.get("timeout_s", 60.0), options.get("group_size", 1)
+    wait = StragglerWait(default_store(), rank, world_size, timeout_s, group_size)
     trainer, target = make_trainer(rank, options.get("samples", [8] * world_size)[rank])
     torch.distributed.barrier()
     reports = []

@@ -39,6 +39,14 @@ def test_ranks_without_prompts_or_samples_do_not_hang(tmp_path):
     assert all(report["all_tokens"] > 0 for report in reports)
 
 
+def test_all_ranks_of_an_engine_train_while_they_wait_for_another_one(tmp_path):
+    results, codes = run_ranks(tmp_path, 4, group_size=2, rollout_s=[[0.0, 0.0, 1.0, 1.0]])
+    assert codes == [0] * 4, results
+    assert [result["reports"][0]["steps"] > 0 for result in results] == [True, True, False, False]
+    first, *others = drafters(tmp_path, 4)
+    assert all(torch.equal(first[name], other[name]) for other in others for name in first)
+
+
 def test_nobody_with_samples_merges_nothing(tmp_path):
     results, codes = run_ranks(tmp_path, 2, rollout_s=[[0.0, 0.2]], samples=[0, 0])
     assert codes == [0, 0], results

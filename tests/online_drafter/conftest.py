@@ -20,7 +20,7 @@ class Clock:
         return self.now_s
 
 
-def one_process():
+def one_process(gather=lambda tensor: tensor):
     """What is asked of accelerate in a run of a single process."""
     return SimpleNamespace(
         device="cpu",
@@ -28,7 +28,7 @@ def one_process():
         process_index=0,
         local_process_index=0,
         is_main_process=True,
-        gather=lambda tensor: tensor,
+        gather=gather,
         wait_for_everyone=lambda: None,
     )
 
@@ -54,12 +54,12 @@ def make_online(policy, make_drafter, clock):  # noqa: F811
     time.
     """
 
-    def make(buffer=None, drafter=None, share=0.5, **kwargs):
+    def make(buffer=None, drafter=None, share=0.5, gather=None, **kwargs):
         heads = policy.get_input_embeddings().weight.detach(), policy.get_output_embeddings().weight.detach()
         return OnlineDrafter(
             make_drafter() if drafter is None else drafter,
             policy,
-            one_process(),
+            one_process() if gather is None else one_process(gather),
             DrafterTrainingArguments(unroll_steps=2, max_tokens_per_step=100),
             FeatureBuffer(10_000) if buffer is None else buffer,
             **{
