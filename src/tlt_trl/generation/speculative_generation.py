@@ -238,10 +238,10 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
         return not changed_ranks.item()
 
     def _push_drafter(self) -> None:
-        if self.drafter.config.head == "policy":
-            self.drafter.copy_head(self.policy_lm_head)
         if self._engine_has_drafter():
             return
+        if self.drafter.config.head == "policy":
+            self.drafter.copy_head(self.policy_lm_head)
         try:
             self.engine.push_drafter(self.drafter.vllm_weights(), verify=self.args.vllm_verify_weight_sync)
         except WeightMismatchError as error:
@@ -261,10 +261,8 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
             return False
         if "not_paying" in self.rollout_loop.disabled:
             return True
-        # A head that follows the policy changes with it. Sleep level 2 discards the drafter's weights too, and
-        # silently: text stays right, acceptance falls to 1.0.
-        is_lasting = self.drafter.config.head != "policy" and not self.enable_sleep_mode
-        return is_lasting and self._pushed_versions == self._drafter_versions()
+        # Sleep level 2 discards the drafter's weights too, and silently: text stays right, acceptance falls to 1.0.
+        return not self.enable_sleep_mode and self._pushed_versions == self._drafter_versions()
 
     def _drafter_versions(self) -> tuple[int, ...]:
         return tuple(version_of(parameter) for parameter in self.drafter.parameters())
