@@ -281,7 +281,7 @@ class DrafterKeeper:
         if sizes[0] != sizes[1]:
             raise ValueError(
                 f"The drafter in {folder} drafts over {sizes[0]} tokens, the one of this run over {sizes[1]}. Resume "
-                f"with `drafter_vocab_size={sizes[0]}` (unset for the policy's whole vocabulary), or delete the "
+                f"with `drafter_vocab_size={sizes[0]}` (the policy's own for its whole vocabulary), or delete the "
                 "folder to go on with the drafter that this run began with."
             )
         # Weights and vocabulary mapping together: a mapping that was made anew would give the head other tokens.

@@ -13,6 +13,7 @@ from torch import Tensor
 from .drafter.drafter_trainer import DrafterTrainer, DrafterTrainingArguments
 from .drafter.feature_buffer import FeatureBuffer
 from .drafter.features import FeatureRecorder
+from .drafter.live_vocabulary import LiveVocabulary
 from .drafter.modeling_drafter import Drafter
 from .drafter.pass_to_record import PassToRecord
 from .drafter.training_report import MAXIMA, TrainingReport
@@ -154,6 +155,7 @@ class OnlineDrafter:
         self.buffer = buffer
         self.trainer = DrafterTrainer(drafter, buffer, args)
         self.recorder = FeatureRecorder(policy, drafter.config.eagle_aux_hidden_state_layer_ids, buffer)
+        self._vocabulary = LiveVocabulary(drafter, buffer, lambda counts: accelerator.reduce(counts, "sum"))
         self.payback = payback
         self.step_clock = StepClock() if step_clock is None else step_clock
         self.tokens_trained = 0  # by all ranks together
@@ -191,10 +193,12 @@ class OnlineDrafter:
         return self.step_clock.uncounted()
 
     def start_rollout(self, step: int) -> None:
-        """Begins a training rollout at that step of the policy."""
+        """Begins a training rollout at that step of the policy; every rank must call it."""
         self.step_clock.start()
         self._policy_step = step
         self.buffer.start_step(step)
+        if self._vocabulary.follow():
+            self._on_trained()
 
     def note_rollout(self, metrics: Mapping[str, float]) -> None:
         """What a training rollout did, over all ranks: what speculation saved in it has to pay for the drafter."""

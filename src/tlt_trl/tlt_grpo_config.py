@@ -72,9 +72,11 @@ class TLTGRPOConfig(GRPOConfig):
             Folder or Hub id of an EAGLE-3 drafter to start from. `None` initialises one from the policy: its tokens
             are rejected until it has trained on some ten thousand tokens.
         drafter_vocab_size (`int`, *optional*):
-            Size of the drafter's reduced vocabulary: the tokens most frequent in the training set's text columns.
-            Smaller makes every draft step cheaper; tokens outside it are never drafted. Fixed for the drafter's life,
-            so it does not go with `drafter_model_name_or_path`. `None` drafts over the whole vocabulary.
+            Number of tokens that the drafter can draft: those most frequent in the training set's text columns, then
+            those of the run's own answers. Smaller makes every draft step and the drafter's training cheaper; tokens
+            outside it are never drafted. Fixed for the drafter's life, so it does not go with
+            `drafter_model_name_or_path`. `None` means a quarter of the policy's vocabulary, but 8192 tokens at least
+            where it has as many.
         drafter_training (`bool`, *optional*, defaults to `True`):
             Whether to train the drafter during the run. Without it acceptance decays as the policy moves away from the
             one the drafter was trained for.
@@ -185,10 +187,11 @@ class TLTGRPOConfig(GRPOConfig):
     drafter_vocab_size: int | None = field(
         default=None,
         metadata={
-            "help": "Size of the drafter's reduced vocabulary: the tokens most frequent in the training set's text "
-            "columns. Smaller makes every draft step cheaper; tokens outside it are never drafted. Fixed for the "
-            "drafter's life, so it does not go with `drafter_model_name_or_path`. `None` drafts over the whole "
-            "vocabulary."
+            "help": "Number of tokens that the drafter can draft: those most frequent in the training set's text "
+            "columns, then those of the run's own answers. Smaller makes every draft step and the drafter's training "
+            "cheaper; tokens outside it are never drafted. Fixed for the drafter's life, so it does not go with "
+            "`drafter_model_name_or_path`. `None` means a quarter of the policy's vocabulary, but 8192 tokens at least "
+            "where it has as many."
         },
     )
     drafter_training: bool = field(

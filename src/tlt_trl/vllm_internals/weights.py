@@ -93,7 +93,7 @@ class EngineWeights:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights as they come, leaving a fingerprint of each."""
         for name, tensor in weights:
-            # Products with a broken weight differ from themselves, so without this the comparison below would blame the
+            # Products with a broken weight differ from themselves: without this, the comparison below would blame the
             # engine.
             if not is_finite(tensor):
                 raise NonFinitePolicyError(
