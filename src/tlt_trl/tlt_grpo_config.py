@@ -190,8 +190,8 @@ class TLTGRPOConfig(GRPOConfig):
             "help": "Number of tokens that the drafter can draft: those most frequent in the training set's text "
             "columns, then those of the run's own answers. Smaller makes every draft step and the drafter's training "
             "cheaper; tokens outside it are never drafted. Fixed for the drafter's life, so it does not go with "
-            "`drafter_model_name_or_path`. `None` means a quarter of the policy's vocabulary, but 8192 tokens at least "
-            "where it has as many."
+            "`drafter_model_name_or_path`. `None` means a quarter of the policy's vocabulary, but 8192 tokens at "
+            "least where it has as many."
         },
     )
     drafter_training: bool = field(
