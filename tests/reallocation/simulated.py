@@ -1,8 +1,8 @@
 """
 Rollouts of many ranks whose samples are moved by the planner, on a clock of their own.
 
-Every rank steps all its samples at the speed of a two-piece step time; at fixed intervals all ranks describe themselves
-as in a run, the plan is made from that, and moved samples cost the receiver a prefill.
+Every rank steps all its samples at the speed of a two-piece step time; at fixed intervals all ranks describe
+themselves as in a run, the plan is made from that, and moved samples cost the receiver a prefill.
 """
 
 from dataclasses import dataclass

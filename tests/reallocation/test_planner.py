@@ -223,7 +223,7 @@ class TestSimulation:
         lengths = lengths_of_prompts(np.random.default_rng(1), 1024 * 32, 8, 4096, spread=0.3)
         owner = np.repeat(np.arange(1024), 256)
         time = StepTime(0.02, 32.0, 0.0004)
-        case = rollout(owner, lengths, 1024, time, max_tokens=4096, interval_s=6.0)
+        case = rollout(owner, lengths, 1024, time, max_tokens=4096, interval_s=8.0)
         case.earlier_lengths = lengths[:2000]
         assert makespan_s(case, reallocates=True, tick_s=0.25) <= 1.05 * perfect_split_s(case)
         assert case.moves <= 0.05 * len(lengths)

@@ -12,8 +12,8 @@ sample has a probability of still running after so many more tokens, and a rank 
 away, and a rank below the knee takes one for nothing.
 
 Every rank describes itself by a few numbers ([`RankState`]), and the plan says how many samples go from which rank to
-which. It is a function of those numbers alone, so all ranks compute the same plan and nobody is in charge. Which of its
-samples go, a rank decides by itself ([`in_order_of_moving`]).
+which. It is a function of those numbers alone, so all ranks compute the same plan and nobody is in charge. Which of
+its samples go, a rank decides by itself ([`in_order_of_moving`]).
 """
 
 import math
@@ -112,8 +112,8 @@ class LengthSurvival:
     """
     How long samples get, from those of this run that have ended.
 
-    A sample of unlimited length is added to those seen, so that what is longer than all of them is expected to go on to
-    the limit: the longer a sample is, the more it has to go.
+    A sample of unlimited length is added to those seen, so that what is longer than all of them is expected to go on
+    to the limit: the longer a sample is, the more it has to go.
 
     Args:
         max_tokens (`int`):
