@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
@@ -132,8 +132,8 @@ class RandomSchedules(RuleBasedStateMachine):
     """
     Ranks with samples that anything may happen to.
 
-    The text of a sample is a tuple of numbers that are never used twice, so that a text which was put together from two
-    lines of sampling would show. Where a sample runs, `texts` of that rank has it.
+    The text of a sample is a tuple of numbers that are never used twice, so that a text which was put together
+    from two lines of sampling would show. Where a sample runs, `texts` of that rank has it.
     """
 
     @initialize()
@@ -289,6 +289,8 @@ def check_schedules(number):
         derandomize=True,
         database=None,
         suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate],  # the mutants below would be shrunk for a minute
+        report_multiple_bugs=False,
     )
     run_state_machine_as_test(RandomSchedules, settings=options)
 
