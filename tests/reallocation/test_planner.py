@@ -14,6 +14,7 @@ from tlt_trl.idle.reallocation import (
     RankState,
     RunningSample,
     StepTime,
+    StepTimes,
     describe_rank,
     horizons,
     in_order_of_moving,
@@ -57,6 +58,15 @@ class TestStepTime:
 
     def test_a_batch_that_costs_less_is_not_believed(self):
         assert StepTime.fit([1, 2, 4], [0.012, 0.011, 0.010]).per_sample_s == 0.0
+
+    def test_a_batch_never_seen_is_guessed_to_be_a_little_faster(self):
+        times = StepTimes()
+        assert times.fit() is None
+        times.observe(8, 0.020)
+        assert times.fit().seconds(np.array([8.0, 1.0])) == pytest.approx([0.020, 0.015])
+        times.observe(1, 0.010)
+        times.observe(8, 0.030)
+        assert times.fit().seconds(np.array([8.0, 1.0])) == pytest.approx([0.021, 0.010])
 
 
 class TestSurvival:
@@ -223,9 +233,9 @@ class TestSimulation:
         lengths = lengths_of_prompts(np.random.default_rng(1), 1024 * 32, 8, 4096, spread=0.3)
         owner = np.repeat(np.arange(1024), 256)
         time = StepTime(0.02, 32.0, 0.0004)
-        case = rollout(owner, lengths, 1024, time, max_tokens=4096, interval_s=8.0)
+        case = rollout(owner, lengths, 1024, time, max_tokens=4096, interval_s=10.0)
         case.earlier_lengths = lengths[:2000]
-        assert makespan_s(case, reallocates=True, tick_s=0.25) <= 1.05 * perfect_split_s(case)
+        assert makespan_s(case, reallocates=True, tick_s=0.25) <= 1.06 * perfect_split_s(case)
         assert case.moves <= 0.05 * len(lengths)
 
 

@@ -163,6 +163,11 @@ class Handover:
         return set(self._guests)
 
     @property
+    def is_sending(self) -> bool:
+        """Whether a sample has left and nobody has confirmed that it has arrived."""
+        return any(entry.message.kind is Kind.SEND for entry in self._outbox.values())
+
+    @property
     def is_settled(self) -> bool:
         """Whether nothing is under way: no sample elsewhere, no guest, nothing unacknowledged."""
         return not (self._away or self._guests or self._outbox)
