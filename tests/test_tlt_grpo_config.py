@@ -51,8 +51,8 @@ def test_seeds_are_repeated_by_equal_greedy_drafts_only(tmp_path, kwargs, repeat
     assert config(tmp_path, **kwargs).repeats_seeds is repeats
 
 
-def test_adds_at_most_17_fields_and_each_has_help():
-    assert len(OURS) <= 17
+def test_adds_at_most_18_fields_and_each_has_help():
+    assert len(OURS) <= 18
     for name in OURS:
         text = TLTGRPOConfig.__dataclass_fields__[name].metadata["help"]
         assert len(text) > 30, name
@@ -60,7 +60,7 @@ def test_adds_at_most_17_fields_and_each_has_help():
 
 
 def test_one_prefix_per_concern():
-    prefixes = ("speculation_", "vllm_", "drafter_", "feature_", "log_")
+    prefixes = ("speculation_", "vllm_", "sample_", "drafter_", "feature_", "log_")
     assert [name for name in OURS if not name.startswith(prefixes)] == []
 
 
@@ -90,6 +90,7 @@ def test_strategies_can_come_from_a_command_line(tmp_path):
     [
         ("speculation_selector", "ucb", "'ucb'"),
         ("speculation_on_unsupported", "ignore", "'ignore'"),
+        ("sample_reallocation", "kv", "'kv'"),
         ("speculation_strategies", [], "[]"),
         ("speculation_strategies", "eagle3 x3", "'eagle3 x3'"),
         ("speculation_strategies", ["eagle3 x3 beam"], "'beam'"),

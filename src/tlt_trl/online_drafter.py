@@ -1,5 +1,6 @@
 """The drafter that learns while the run goes on: what it is trained on, when, and how ranks stay together."""
 
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +22,15 @@ from .drafter.training_state import cpu_copy
 from .generation.speculative_generation import SpeculativeVLLMGeneration
 from .idle.averaging import average_by_tokens, check_identical
 from .idle.payback import PayBack
-from .idle.spot_training import MAX_STEP_S, BackgroundTraining, PolicyCopy, train_safely, train_until_all_finished
+from .idle.spot_training import (
+    MAX_STEP_S,
+    BackgroundTraining,
+    Guests,
+    PolicyCopy,
+    serve_until_all_finished,
+    train_safely,
+    train_until_all_finished,
+)
 from .idle.step_account import StepAccount
 from .idle.step_clock import StepClock
 from .idle.straggler_wait import StragglerWait
@@ -120,6 +129,8 @@ class OnlineDrafter:
             Measures whole steps.
         wait ([`StragglerWait`], *optional*):
             Of several processes.
+        guests ([`Guests`], *optional*):
+            Samples of other ranks that this one may run while it waits.
         in_background (`bool`, *optional*, defaults to `False`):
             Whether to train in a thread inside [`in_background`][OnlineDrafter.in_background].
         on_trained (`Callable[[], None]`, *optional*):
@@ -145,6 +156,7 @@ class OnlineDrafter:
         payback: PayBack,
         step_clock: StepClock | None = None,
         wait: StragglerWait | None = None,
+        guests: Guests | None = None,
         in_background: bool = False,
         on_trained: Callable[[], None] = lambda: None,
         speculate: Callable[[bool], None] = lambda _: None,
@@ -163,6 +175,7 @@ class OnlineDrafter:
         self._policy_copy = policy_copy
         self._pass_to_record = pass_to_record
         self._wait = wait
+        self._guests = guests
         self._background = BackgroundTraining(self._train_until, self._note_background) if in_background else None
         self._on_trained = on_trained
         self._speculate = speculate
@@ -232,15 +245,18 @@ class OnlineDrafter:
         plan = self.payback.plan
         if self._wait is not None and plan.trains:
             self._train_in_wait(self._wait, plan.budget_s)
+        elif self._wait is not None and self._guests is not None:
+            with self._timeline.interval(WAITING):
+                self._wait.announce()
+                serve_until_all_finished(self._wait, self._guests)
         elif plan.budget_s:
             self._note(self._train_outside_waits(plan.budget_s))
 
     def _train_in_wait(self, wait: StragglerWait, budget_s: float) -> None:
         with self._timeline.interval(WAITING):
             wait.announce()
-            report = train_until_all_finished(
-                self.trainer, wait, self._policy_copy(), self._timeline.interval(DRAFTER_TRAINING)
-            )
+            while_training = functools.partial(self._timeline.interval, DRAFTER_TRAINING)
+            report = train_until_all_finished(self.trainer, wait, self._policy_copy(), while_training, self._guests)
         if budget_s:
             report += self._train_outside_waits(budget_s)
         with self._timeline.interval(MERGING):
@@ -374,6 +390,7 @@ def online_drafter_for(
     generation: SpeculativeVLLMGeneration,
     policy: torch.nn.Module,
     has_reward_model: bool,
+    guests: Guests | None = None,
 ) -> OnlineDrafter:
     """
     The trainer of a run's drafter.
@@ -389,6 +406,8 @@ def online_drafter_for(
             The policy, without DDP around it.
         has_reward_model (`bool`):
             Whether a reward function needs the accelerator.
+        guests ([`Guests`], *optional*):
+            Samples of other ranks that this one may run while it waits.
     """
     num_ranks, rank = accelerator.num_processes, accelerator.process_index
     training = DrafterTrainingArguments(
@@ -428,6 +447,7 @@ def online_drafter_for(
         ),
         payback=payback,
         wait=wait,
+        guests=guests,
         in_background=in_background,
         on_trained=generation.drafter_lag.note_trained,
         speculate=generation.rollout_loop.speculate_while_it_pays,

@@ -8,6 +8,7 @@ from .strategy.strategy import Strategy, check_strategies
 
 SELECTORS = ("fixed", "beg_mab", "cost_model", "auto")
 ON_UNSUPPORTED = ("disable", "error")
+SAMPLE_REALLOCATION = ("off", "auto", "prefill")
 MAX_DRAFT_TOKENS = 16
 DEFAULT_STRATEGIES = ["eagle3 x1", "eagle3 x2", "eagle3 x3", "eagle3 x5", "ngram x4"]
 DEFAULT_FIXED_STRATEGIES = ["eagle3 x3"]
@@ -65,6 +66,14 @@ class TLTGRPOConfig(GRPOConfig):
             Whether to read weights back from the engine after every sync and compare them with what was pushed. Costs
             about one pass over the weights; catches a stale or half-loaded engine, which would train on another
             policy's samples. A tensor-parallel engine, whose ranks hold slices, is not compared.
+
+        > Parameters that control sample reallocation
+
+        sample_reallocation (`str`, *optional*, defaults to `"off"`):
+            Whether a rank that has finished its rollout takes over unfinished samples of others: `'off'`, `'prefill'`
+            (the text is sent and read again as a prompt), or `'auto'` (the same where it can be used: several engines,
+            each of one process, that do not sleep, trained drafters, and neither tools, environments nor a
+            `rollout_func`). The distribution of the samples stays the policy's.
 
         > Parameters that control the drafter
 
@@ -176,6 +185,17 @@ class TLTGRPOConfig(GRPOConfig):
         },
     )
 
+    # Parameters that control sample reallocation
+    sample_reallocation: str = field(
+        default="off",
+        metadata={
+            "help": "Whether a rank that has finished its rollout takes over unfinished samples of others: `'off'`, "
+            "`'prefill'` (the text is sent and read again as a prompt), or `'auto'` (the same where it can be used: "
+            "several engines, each of one process, that do not sleep, trained drafters, and neither tools, "
+            "environments nor a `rollout_func`). The distribution of the samples stays the policy's."
+        },
+    )
+
     # Parameters that control the drafter
     drafter_model_name_or_path: str | None = field(
         default=None,
@@ -269,6 +289,7 @@ class TLTGRPOConfig(GRPOConfig):
         super().__post_init__()
         self._check_choice("speculation_selector", SELECTORS)
         self._check_choice("speculation_on_unsupported", ON_UNSUPPORTED)
+        self._check_choice("sample_reallocation", SAMPLE_REALLOCATION)
         self._check_strategies()
         for name in ("speculative_config", "disable_log_stats"):
             if name in (self.vllm_engine_kwargs or {}):

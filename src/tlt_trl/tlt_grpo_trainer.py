@@ -16,7 +16,9 @@ from .drafter.training_state import FOLDER_NAME, newest_whole_checkpoint
 from .drafter_saving import DrafterKeeper
 from .generation.plain_generation import build_generation, speculates
 from .online_drafter import InactiveOnlineDrafter, OnlineDrafter, online_drafter_for
+from .sample_reallocation import NoReallocation, SampleReallocation, reallocation_for
 from .telemetry.callbacks import OptimizerStepInterval
+from .telemetry.reduce import sum_over_ranks
 from .telemetry.timeline import POLICY_TRAINING, ROLLOUT, SCORING, NoTimeline, Timeline
 from .tlt_grpo_config import TLTGRPOConfig
 
@@ -62,6 +64,7 @@ class TLTGRPOTrainer(GRPOTrainer):
     # What a trainer has that TRL's own tests make without calling `__init__`.
     speculative = False
     online_drafter: OnlineDrafter | InactiveOnlineDrafter = InactiveOnlineDrafter()
+    reallocation: SampleReallocation | NoReallocation = NoReallocation()
     timeline: Timeline | NoTimeline = NoTimeline()
 
     def __init__(
@@ -121,6 +124,8 @@ class TLTGRPOTrainer(GRPOTrainer):
     def _keep_and_train_drafter(self) -> None:
         generation = self.vllm_generation
         generation.timeline = self.timeline
+        has_turns = bool(self.tools or self.environments or self.rollout_func)
+        self.reallocation = reallocation_for(self.args, self.accelerator, generation, has_turns)
         if self.args.drafter_training:
             self.online_drafter = online_drafter_for(
                 self.args,
@@ -128,6 +133,7 @@ class TLTGRPOTrainer(GRPOTrainer):
                 generation,
                 self.accelerator.unwrap_model(self.model),
                 has_reward_model=any(isinstance(reward, torch.nn.Module) for reward in self.reward_funcs),
+                guests=self.reallocation if isinstance(self.reallocation, SampleReallocation) else None,
             )
         self._keeper = DrafterKeeper(
             generation.drafter,
@@ -185,12 +191,14 @@ class TLTGRPOTrainer(GRPOTrainer):
             self._last_loaded_step = -1  # TRL syncs when the step number differs; other things change weights too
         if mode == "train":
             self.online_drafter.start_rollout(self.state.global_step)
-            with upstream.before_first_gather(self.accelerator, self.online_drafter.train_after_rollout):
+            action = self.online_drafter.train_after_rollout
+            with self.reallocation.rollout(), upstream.before_first_gather(self.accelerator, action):
                 output = super()._generate(prompts)
         else:
             output = super()._generate(prompts)
         metrics, summary = self.vllm_generation.pop_metrics(is_training=mode == "train")
         if mode == "train":
+            metrics |= self.reallocation.pop_metrics(functools.partial(sum_over_ranks, self.accelerator))
             self.online_drafter.note_rollout(metrics)
             self._tell(summary)
         self._append_metrics(mode, metrics)

@@ -20,6 +20,7 @@ WEIGHT_SYNC = "weight sync"
 WAITING = "waiting"
 DRAFTER_TRAINING = "drafter training"
 MERGING = "merging drafters"
+GUESTS = "samples of other ranks"
 SCORING = "scoring"
 POLICY_TRAINING = "policy training"
 
@@ -29,6 +30,7 @@ COLORS = {
     WAITING: "#d6d6d6",
     DRAFTER_TRAINING: "#54a24b",
     MERGING: "#b279a2",
+    GUESTS: "#72b7b2",
     SCORING: "#eeca3b",
     POLICY_TRAINING: "#f58518",
 }
