@@ -226,9 +226,10 @@ def cpu_copy(state: Any) -> Any:
 def _saver(state: Mapping[str, Any]) -> Callable[[Path], None]:
     def save(path: Path) -> None:
         try:
-            torch.save(state, path)
-        except RuntimeError as error:  # what torch makes of a full disk
-            raise OSError(f"{path} was not written: {error}") from error
+            with path.open("wb") as file:
+                torch.save(state, file)
+        except RuntimeError as error:  # torch's, over the system's own that says what is wrong
+            raise OSError(f"{path} was not written: {error.__context__}") from error
 
     return save
 

@@ -74,9 +74,7 @@ class Timeline:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"rank_{rank}.jsonl"
         run = 1 + _runs_so_far(folder)  # before the barrier, after which the first rank adds one
-        needs_newline = path.exists() and not path.read_bytes().endswith(
-            b"\n"
-        )  # it was killed in the middle of a line
+        has_half_a_line = path.exists() and not path.read_bytes().endswith(b"\n")  # of a rank that was killed
         # Written line by line, so that the file also shows what a rank did before it was killed.
         self._file: TextIO | None = path.open("a", buffering=1)
         if has_half_a_line:
