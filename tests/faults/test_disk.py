@@ -6,14 +6,19 @@ file, as those beyond the end of a disk are.
 """
 
 import errno
+import json
 import os
 import resource
+import signal
 import stat
+import subprocess
+import sys
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+from tests.conftest import ROOT, environment_of_its_own, save_tiny_policy
 from tests.drafter.conftest import fill_buffer, make_drafter, make_policy, policy  # noqa: F401
 from tests.online_drafter.conftest import clock, make_online  # noqa: F401
 from tests.online_drafter.test_keeper import disturb, is_equal, make_keeper, save_checkpoint, weights  # noqa: F401
@@ -168,7 +173,7 @@ class TestFullDisk:
         with room_for(size_of(keeper.drafter) + 10_000):
             folder = save_policy(keeper, tmp_path / "checkpoint-3")
         (alarm,) = alarms_of(caplog)
-        assert "rank_0.pt.partial was not written: [Errno 27] File too large" in alarm
+        assert "File too large" in alarm and "unexpected pos" not in alarm
         assert what_is_missing(folder / "drafter") is None
         resumed = make_online()
         disturb(resumed.drafter)
@@ -272,3 +277,92 @@ class TestFullDisk:
             pass
         assert caplog.text.count("The timeline ends here") == 1
         assert len(read_timelines(tmp_path)[0].intervals) == 1
+
+
+@pytest.mark.processes
+class TestEndingWhileWriting:
+    """A process that ends while its slow disk is still writing."""
+
+    SCRIPT = """
+import os, signal, sys, time
+from pathlib import Path
+from tests.drafter.kill_script import make_drafter, rank_state
+from tlt_trl.drafter.checkpoint import DrafterSnapshot
+from tlt_trl.drafter.training_state import CheckpointWriter
+
+folder, how, fsync, calls = Path(sys.argv[1]), sys.argv[2], os.fsync, []
+
+def slow(descriptor):  # the second file is being written when the process is told to end
+    calls.append(descriptor)
+    if len(calls) == 2:
+        if how == "terminated":
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.5)
+    fsync(descriptor)
+
+os.fsync = slow
+writer = CheckpointWriter(0, [0])
+writer.clear(folder / "drafter")
+(folder / "trainer_state.json").write_text("{}")
+writer.note_policy_saved(folder / "drafter")
+writer.start(folder / "drafter", rank_state(1), DrafterSnapshot.of(make_drafter()), {})
+while len(calls) < 2:
+    time.sleep(0.001)
+if how == "terminated":
+    signal.pause()
+"""
+
+    def end(self, folder, how):
+        command = [sys.executable, "-c", self.SCRIPT, str(folder), how]
+        return subprocess.run(command, cwd=ROOT, env=environment_of_its_own(), check=False).returncode
+
+    def test_an_exit_waits_for_the_disk(self, tmp_path):
+        folder = tmp_path / "checkpoint-1"
+        assert self.end(folder, "exits") == 0
+        assert newest_whole_drafter(folder) == str(folder / "drafter")
+
+    def test_a_second_signal_that_kills_leaves_the_policy(self, tmp_path):
+        folder = tmp_path / "checkpoint-1"
+        assert self.end(folder, "terminated") == -signal.SIGTERM
+        assert newest_whole_checkpoint(tmp_path) == str(folder)
+        assert newest_whole_drafter(folder) is None
+
+
+@pytest.fixture(scope="module")
+def run_on_a_full_disk(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("full_disk")
+    policy_dir = save_tiny_policy(folder / "policy", vocab_size=64, num_layers=2)
+    script = [str(ROOT / "tests" / "faults" / "disk_script.py"), policy_dir, str(folder / "run")]
+    done = subprocess.run(
+        [sys.executable, *script], cwd=ROOT, env=environment_of_its_own(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
+    result = next(line for line in done.stdout.splitlines() if line.startswith("RESULT"))
+    return json.loads(result.removeprefix("RESULT")) | {"output_dir": str(folder / "run")}
+
+
+@pytest.mark.engine
+class TestRunOnAFullDisk:
+    def test_all_steps_are_taken_and_one_alarm_says_why_nothing_is_saved(self, run_on_a_full_disk):
+        full = run_on_a_full_disk["full"]
+        assert full["steps"] == 4 and full["alarms"] == 1
+        assert full["metric"] == [0.0, 0.0, 1.0, 1.0]
+        assert full["left"] == []
+
+    def test_the_policys_checkpoint_is_whole_and_the_drafters_is_not_taken_for_it(self, run_on_a_full_disk):
+        full = run_on_a_full_disk["full"]
+        assert full["checkpoint"] == f"{run_on_a_full_disk['output_dir']}/checkpoint-4" and full["drafter"] is None
+
+    def test_it_is_resumed_and_the_next_save_fits(self, run_on_a_full_disk):
+        resumed = run_on_a_full_disk["resumed"]
+        assert resumed["first_step"] == 6 and resumed["without_drafter"] == 1
+        assert resumed["drafter"] == f"{run_on_a_full_disk['output_dir']}/checkpoint-6/drafter"
+        assert "model.safetensors" in resumed["left"]
+
+    def test_a_checkpoint_on_sigterm_is_whole_despite_a_second_signal(self, run_on_a_full_disk):
+        terminated = run_on_a_full_disk["terminated"]
+        assert terminated["signals"] == 2 and 6 < terminated["step"] < 1000
+        # transformers saves before the optimiser step that it then still takes, or after it.
+        steps = (terminated["step"] - 1, terminated["step"])
+        assert Path(terminated["checkpoint"]).name in [f"checkpoint-{step}" for step in steps]
+        assert terminated["drafter"] == f"{terminated['checkpoint']}/drafter"
