@@ -174,6 +174,10 @@ class TLTGRPOTrainer(GRPOTrainer):
         with self.online_drafter.evaluating():
             return super().evaluate(*args, **kwargs)
 
+    def predict(self, *args, **kwargs):
+        with self.online_drafter.evaluating():
+            return super().predict(*args, **kwargs)
+
     def training_step(self, *args, **kwargs):
         self.timeline.step = self.state.global_step
         with self.timeline.interval(POLICY_TRAINING):
@@ -282,7 +286,8 @@ class TLTGRPOTrainer(GRPOTrainer):
         super().save_model(output_dir, _internal_call)
         # An internal call with a folder is a checkpoint, which gets its drafter in `_save_checkpoint`.
         if self.speculative and not (_internal_call and output_dir is not None):
-            self.save_drafter(os.path.join(self.args.output_dir if output_dir is None else output_dir, FOLDER_NAME))
+            folder = self.args.output_dir if output_dir is None else output_dir
+            self._keeper.save_beside_policy(os.path.join(folder, FOLDER_NAME))
 
     def push_to_hub(self, *args, **kwargs):
         with upstream.uploads_through(self._keeper.upload_with_policy) if self.speculative else nullcontext():
@@ -294,7 +299,8 @@ class TLTGRPOTrainer(GRPOTrainer):
         args, keeper = self.args, self._keeper
         step = self.state.global_step
         folder = os.path.join(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{step}")
-        with keeper.checkpoint(folder), upstream.without_rotation_and_push(self):
+        # Nor must a slow disk earn the drafter time.
+        with self.online_drafter.evaluating(), keeper.checkpoint(folder), upstream.without_rotation_and_push(self):
             super()._save_checkpoint(model, trial)
         if args.push_to_hub:
             if args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
