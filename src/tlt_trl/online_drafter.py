@@ -32,6 +32,9 @@ from .upstream import default_store
 # The drafter computes as the policy does. Not in fp16, whose gradients need a loss scaler of their own.
 AUTOCAST_DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float32, "fp8": torch.bfloat16}
 
+# Greedy answers are learnt at this temperature: labels that are nearly certain, from logits that stay finite.
+MIN_TEMPERATURE = 0.1
+
 # Rollouts after which features are dropped.
 MAX_AGE_ROLLOUTS = 4
 
@@ -151,6 +154,8 @@ class OnlineDrafter:
             Of several processes.
         in_background (`bool`, *optional*, defaults to `False`):
             Whether to train in a thread inside [`in_background`][OnlineDrafter.in_background].
+        temperature (`Callable[[], float]`, *optional*):
+            What the rollout is sampled at, asked when one is done; by default `args.temperature`.
         on_trained (`Callable[[], None]`, *optional*):
             Called whenever the weights have changed.
         alarms ([`Alarms`], *optional*):
@@ -172,6 +177,7 @@ class OnlineDrafter:
         time_budget: TimeBudget,
         wait: StragglerWait | None = None,
         in_background: bool = False,
+        temperature: Callable[[], float] | None = None,
         on_trained: Callable[[], None] = lambda: None,
         alarms: Alarms | None = None,
         timeline: Timeline | NoTimeline | None = None,
@@ -187,6 +193,7 @@ class OnlineDrafter:
         self._pass_to_record = pass_to_record
         self._wait = wait
         self._background = BackgroundTraining(self._train_until, self._note) if in_background else None
+        self._temperature = (lambda: args.temperature) if temperature is None else temperature
         self._on_trained = on_trained
         self._alarms = Alarms() if alarms is None else alarms
         self._timeline = NoTimeline() if timeline is None else timeline
@@ -236,6 +243,7 @@ class OnlineDrafter:
 
     def train_after_rollout(self, rollout_started_s: float) -> None:
         """Trains while other ranks are still generating or, on a single process, within its budget."""
+        self.trainer.temperature = max(self._temperature(), MIN_TEMPERATURE)
         if self._wait is not None:
             self._train_in_wait(self._wait)
         elif self.time_budget.share:  # without one, what a checkpoint of a run with another budget has left is void
@@ -392,6 +400,7 @@ def online_drafter_for(
         time_budget=TimeBudget(args.drafter_time_budget),
         wait=wait,
         in_background=_trains_in_background(args, accelerator, has_reward_model),
+        temperature=lambda: generation.sampled_temperature,
         on_trained=generation.drafter_lag.note_trained,
         alarms=generation.alarms,
         timeline=generation.timeline,

@@ -1,5 +1,8 @@
 """Is this policy one that can be rolled out with a drafter? Asked before an engine is built."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from peft import PeftModel
 from transformers import AutoConfig, PreTrainedModel
 
@@ -39,4 +42,19 @@ def check_embedding_rows(policy: PreTrainedModel | PeftModel, trust_remote_code:
             f"The policy's embedding has {in_memory} rows, but vLLM builds its engine from {name}, whose embedding "
             f"has {saved}. Was `resize_token_embeddings` called on the loaded model? Save the resized model and its "
             "tokenizer with `save_pretrained`, and pass that folder to the trainer."
+        )
+
+
+def check_model_class(engine_kwargs: Mapping[str, Any]) -> None:
+    """
+    Raises an [`UnsupportedEngineError`] for vLLM's Transformers backend.
+
+    It decorates the class of the policy itself, so that from then on the trainer's own copy raises `AttributeError:
+    'do_not_compile'` in its forward pass (vLLM 0.31; TRL's GRPOTrainer ends the same way).
+    """
+    if engine_kwargs.get("model_impl") == "transformers":
+        raise UnsupportedEngineError(
+            "vLLM's Transformers backend (`vllm_model_impl='transformers'`) changes the policy's own class, so that "
+            "the trainer's copy of the policy cannot run in the same process. Use `vllm_model_impl='vllm'`, or "
+            "`vllm_mode='server'`, which runs without speculation."
         )
