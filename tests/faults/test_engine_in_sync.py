@@ -55,6 +55,8 @@ def lora_trainer(tmp_path_factory):
     adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
     trainer = make_trainer(tmp_path_factory.mktemp("lora"), adapter, max_steps=1)
     trainer.train()
+    trainer.model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    by_hand(trainer.model)
     return trainer
 
 
@@ -200,9 +202,6 @@ def by_hand(policy):
 
 
 def another_adapter(policy):
-    if "other" not in policy.peft_config:
-        policy.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
-        by_hand(policy)
     policy.set_adapter("other" if policy.active_adapter == "default" else "default")
 
 

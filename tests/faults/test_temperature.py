@@ -71,6 +71,6 @@ class TestTemperature:
     def test_what_is_sampled_outside_of_rollouts_is_not_learnt(self, policy, tmp_path):
         # As a callback does that shows greedy answers. The check at start-up samples more often than a rollout, too.
         trainer = make_trainer(policy, tmp_path)
-        trainer.vllm_generation.llm.generate(["w5 w9"] * 9, SamplingParams(temperature=0.0), use_tqdm=False)
+        trainer.vllm_generation.llm.generate(["w5 w9"] * 40, SamplingParams(temperature=0.0), use_tqdm=False)
         trainer.train()
         assert trainer.online_drafter.trainer.temperature == 1.0
