@@ -1,4 +1,5 @@
 import logging
+import re
 
 import pytest
 from transformers import HfArgumentParser
@@ -7,6 +8,7 @@ from trl import GRPOConfig
 from tlt_trl import TLTGRPOConfig
 from tlt_trl.strategy import Strategy
 from tlt_trl.strategy.menu import strategies_for
+from tlt_trl.tlt_grpo_config import OWN_SPECULATIVE_KEYS
 
 
 OURS = TLTGRPOConfig.__dataclass_fields__.keys() - GRPOConfig.__dataclass_fields__.keys()
@@ -133,8 +135,12 @@ def test_learning_rates_must_be_positive(tmp_path):
 
 
 def test_engine_arguments_that_the_trainer_sets_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="must not hold `speculative_config`"):
-        config(tmp_path, vllm_engine_kwargs={"speculative_config": {"method": "ngram"}})
+    with pytest.raises(ValueError, match="must not hold `disable_log_stats`"):
+        config(tmp_path, vllm_engine_kwargs={"disable_log_stats": True})
+    for name, remedy in OWN_SPECULATIVE_KEYS.items():
+        with pytest.raises(ValueError, match=f"must not hold `{name}`: {re.escape(remedy)}"):
+            config(tmp_path, vllm_engine_kwargs={"speculative_config": {name: "ngram"}})
+    config(tmp_path, vllm_engine_kwargs={"speculative_config": {"disable_eagle_block_drop": True}})
 
 
 @pytest.mark.parametrize(

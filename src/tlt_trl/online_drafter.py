@@ -45,6 +45,9 @@ from .upstream import default_store
 # The drafter computes as the policy does. Not in fp16, whose gradients need a loss scaler of their own.
 AUTOCAST_DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float32, "fp8": torch.bfloat16}
 
+# Greedy answers are learnt at this temperature: labels that are nearly certain, from logits that stay finite.
+MIN_TEMPERATURE = 0.1
+
 # Rollouts after which features are dropped.
 MAX_AGE_ROLLOUTS = 4
 
@@ -133,6 +136,8 @@ class OnlineDrafter:
             Samples of other ranks that this one may run while it waits.
         in_background (`bool`, *optional*, defaults to `False`):
             Whether to train in a thread inside [`in_background`][OnlineDrafter.in_background].
+        temperature (`Callable[[], float]`, *optional*):
+            What the rollout is sampled at, asked when one is done; by default `args.temperature`.
         on_trained (`Callable[[], None]`, *optional*):
             Called whenever the weights have changed.
         speculate (`Callable[[bool], None]`, *optional*):
@@ -158,6 +163,7 @@ class OnlineDrafter:
         wait: StragglerWait | None = None,
         guests: Guests | None = None,
         in_background: bool = False,
+        temperature: Callable[[], float] | None = None,
         on_trained: Callable[[], None] = lambda: None,
         speculate: Callable[[bool], None] = lambda _: None,
         alarms: Alarms | None = None,
@@ -177,6 +183,7 @@ class OnlineDrafter:
         self._wait = wait
         self._guests = guests
         self._background = BackgroundTraining(self._train_until, self._note_background) if in_background else None
+        self._temperature = (lambda: args.temperature) if temperature is None else temperature
         self._on_trained = on_trained
         self._speculate = speculate
         self._alarms = Alarms() if alarms is None else alarms
@@ -242,6 +249,7 @@ class OnlineDrafter:
 
     def train_after_rollout(self) -> None:
         """Trains while other ranks are still generating, and beyond that for as long as it is paid for."""
+        self.trainer.temperature = max(self._temperature(), MIN_TEMPERATURE)
         plan = self.payback.plan
         if self._wait is not None and plan.trains:
             self._train_in_wait(self._wait, plan.budget_s)
@@ -449,6 +457,7 @@ def online_drafter_for(
         wait=wait,
         guests=guests,
         in_background=in_background,
+        temperature=lambda: generation.sampled_temperature,
         on_trained=generation.drafter_lag.note_trained,
         speculate=generation.rollout_loop.speculate_while_it_pays,
         alarms=generation.alarms,

@@ -14,6 +14,7 @@ from . import upstream
 from .drafter.modeling_drafter import Drafter
 from .drafter.training_state import FOLDER_NAME, newest_whole_checkpoint
 from .drafter_saving import DrafterKeeper
+from .generation.finite_policy import naming_the_step
 from .generation.plain_generation import build_generation, speculates
 from .online_drafter import InactiveOnlineDrafter, OnlineDrafter, online_drafter_for
 from .sample_reallocation import NoReallocation, SampleReallocation, reallocation_for
@@ -186,11 +187,12 @@ class TLTGRPOTrainer(GRPOTrainer):
     # ---- rollouts --------------------------------------------------------------------------------------------------
 
     def _generate(self, prompts: list):
-        with self.timeline.interval(ROLLOUT):
+        with self.timeline.interval(ROLLOUT), naming_the_step(self.state):
             return self._generate_speculatively(prompts) if self.speculative else super()._generate(prompts)
 
     def _generate_speculatively(self, prompts: list):
         mode = "train" if self.model.training else "eval"
+        self.vllm_generation.rollout_loop.temperatures.clear()  # what others have asked of the engine is not learnt
         if not self.vllm_generation.holds_policy():
             self._last_loaded_step = -1  # TRL syncs when the step number differs; other things change weights too
         if mode == "train":

@@ -135,6 +135,15 @@ class RolloutEngine:
     def choose(self, choose: Callable[[int], Strategy]) -> None:
         self._scheduler.choose = choose
 
+    @property
+    def on_request(self) -> Callable[["SamplingParams"], None]:
+        """Told of the sampling parameters of every request that comes, whoever has made it."""
+        return self._scheduler.on_request
+
+    @on_request.setter
+    def on_request(self, on_request: Callable[["SamplingParams"], None]) -> None:
+        self._scheduler.on_request = on_request
+
     def _look_up(self, request_id, prompt, answer, num_draft_tokens) -> list[int]:
         return self.lookup.propose(request_id, prompt, answer, num_draft_tokens)
 

@@ -1,5 +1,6 @@
 """Steps the engine until every sample is finished; the selector chooses each step and hears what it did."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -10,7 +11,7 @@ from .lookup import LookupDrafter
 
 
 if TYPE_CHECKING:
-    from vllm import RequestOutput
+    from vllm import RequestOutput, SamplingParams
 
 
 @dataclass(slots=True)
@@ -157,6 +158,15 @@ class RolloutLoop:
         self.mover: SampleMover | None = None
         self._looks_up = any(strategy.method == "ngram" for strategy in selector.strategies)
         self._context_tokens = 0
+        self.temperatures: Counter[float] = Counter()  # of requests, until somebody clears it
+        engine.on_request = self._note_request
+
+    def _note_request(self, params: "SamplingParams") -> None:
+        self.temperatures[params.temperature] += 1
+
+    def temperature(self, default: float) -> float:
+        """What most requests are sampled at; `default` when there were none."""
+        return self.temperatures.most_common(1)[0][0] if self.temperatures else default
 
     def _choose(self, batch_size: int) -> Strategy:
         chosen = Strategy.off() if self.disabled else self.selector.select(batch_size, self._context_tokens)
