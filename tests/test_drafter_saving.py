@@ -7,7 +7,7 @@ from transformers import TrainerState
 
 from tlt_trl import Drafter, TLTGRPOConfig
 from tlt_trl.drafter_saving import DrafterKeeper
-from tlt_trl.online_drafter import InactiveOnlineDrafter
+from tlt_trl.inactive_drafter import InactiveOnlineDrafter
 from tlt_trl.strategy import Strategy, make_selector
 from tlt_trl.telemetry.alarms import Alarms
 

@@ -12,7 +12,7 @@ from typing import Any
 from accelerate import Accelerator
 from huggingface_hub import CommitInfo
 from transformers import PretrainedConfig, TrainerState
-from transformers.trainer_utils import rotate_checkpoints
+from transformers.trainer_utils import HubStrategy, rotate_checkpoints
 
 from .drafter.checkpoint import PROVENANCE_NAME, DrafterSnapshot, run_facts
 from .drafter.disk import size_bytes
@@ -29,11 +29,13 @@ from .drafter.training_state import (
     policy_problem,
     what_is_missing,
 )
-from .online_drafter import InactiveOnlineDrafter, OnlineDrafter
+from .inactive_drafter import InactiveOnlineDrafter
+from .online_drafter import OnlineDrafter
 from .strategy import Selector
 from .telemetry.alarms import Alarms
 from .telemetry.reduce import sum_over_ranks
 from .tlt_grpo_config import TLTGRPOConfig
+from .upstream import uploads_through
 
 
 logger = logging.getLogger(__name__)
@@ -187,9 +189,9 @@ class DrafterKeeper:
         snapshot = DrafterSnapshot.of(self.drafter)
         self._pusher.push(snapshot, self.provenance(), self._history(), commit_message, local_copy)
 
-    def save_beside_policy(self, output_dir: str | None = None) -> str:
+    def save_beside_policy(self, policy_dir: str) -> str:
         """[`save`] for whoever asked for the policy: where the drafter cannot be saved, an alarm says so."""
-        output_dir = os.path.join(self._args.output_dir, FOLDER_NAME) if output_dir is None else output_dir
+        output_dir = os.path.join(policy_dir, FOLDER_NAME)
         try:
             self.save(output_dir)
         except OSError as error:
@@ -206,7 +208,7 @@ class DrafterKeeper:
 
     def finish(self) -> None:
         """Saves what a run leaves behind and, where that is wanted, pushes it and waits for it."""
-        folder = self.save_beside_policy()
+        folder = self.save_beside_policy(self._args.output_dir)
         if self._args.drafter_push_to_hub:
             self._pusher.join()
             self.begin_push(folder, "End of training")
@@ -218,6 +220,18 @@ class DrafterKeeper:
         """Waits until the checkpoints of all ranks are written."""
         self._writer.join()
         self._accelerator.wait_for_everyone()
+
+    def push_checkpoint(self, folder: str, push_policy: Callable[[str], None]) -> None:
+        """Pushes a saved checkpoint as far as that is wanted: by `push_policy(folder)`, and the drafter by itself."""
+        args = self._args
+        if args.push_to_hub:
+            if args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
+                self.join()  # the first rank pushes the files of all
+            with uploads_through(self.upload_with_policy):
+                push_policy(folder)
+        if args.drafter_push_to_hub and args.hub_strategy != HubStrategy.END:
+            message = f"Training in progress, step {self._state().global_step}"
+            self.begin_push(os.path.join(folder, FOLDER_NAME), message)
 
     @contextmanager
     def checkpoint(self, folder: str) -> Iterator[None]:

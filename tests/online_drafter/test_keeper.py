@@ -7,7 +7,7 @@ from tests.online_drafter.conftest import one_process, rollout
 
 from tlt_trl.drafter import FeatureBuffer
 from tlt_trl.drafter_saving import DrafterKeeper
-from tlt_trl.online_drafter import InactiveOnlineDrafter
+from tlt_trl.inactive_drafter import InactiveOnlineDrafter
 from tlt_trl.strategy import Strategy, make_selector
 from tlt_trl.telemetry.alarms import Alarms
 

@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+INACTIVE = (
+    "Speculative rollouts and drafter training are inactive: they need `use_vllm=True` and `vllm_mode='colocate'`. "
+    "This run is TRL's GRPOTrainer."
+)
+
 
 class PlainVLLMGeneration(VLLMGeneration):
     """
