@@ -236,7 +236,7 @@ def summarise(metrics: MetricsFile, config: TLTGRPOConfig, demo: DemoArguments, 
     if "tlt/idle_used_fraction" in rows[-1]:
         summary |= summarise_idle_time(rows)
     if config.log_timeline:
-        seconds = seconds_by_name(read_timelines(output_dir / "timeline")[0])
+        seconds = seconds_by_name(read_timelines(output_dir / "timeline", last_run_only=True)[0])
         capture_s = sum(row["tlt/feature_capture_s"] for row in rows)
         # The timeline has the passes of the evaluations too, which are few and without gradients.
         summary["feature_capture_fraction"] = capture_s / (seconds[POLICY_TRAINING] + seconds[SCORING])

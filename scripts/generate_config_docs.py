@@ -33,6 +33,7 @@ PAGE_MARKS = ("<!-- fields: written by scripts/generate_config_docs.py -->\n", "
 GROUPS = {
     "speculation_": ("speculative rollouts", "Speculative rollouts", ("adaptive_engine.md", "lossless.md")),
     "vllm_": ("the engine", "Engine", ("architecture.md",)),
+    "sample_": ("sample reallocation", "Sample reallocation", ("reallocation.md",)),
     "drafter_": ("the drafter", "Drafter", ("drafter.md", "idle_training.md")),
     "feature_": ("the feature buffer", "Feature buffer", ("drafter.md",)),
     "log_": ("logging", "Logging", ("idle_training.md",)),

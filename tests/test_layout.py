@@ -18,7 +18,7 @@ LAYERS = (
     {"tools"},
     {"tlt_grpo_trainer"},
     {"drafter_saving"},
-    {"online_drafter"},
+    {"inactive_drafter", "online_drafter", "sample_reallocation"},
     {"generation", "idle"},
     {"tlt_grpo_config"},
     {"drafter"},

@@ -51,8 +51,8 @@ def test_resume_on_one_process(tmp_path):
     # Offline, every push fails, which must stop nothing and be reported.
     log = run(launcher, policy, tmp_path / "run", tmp_path / "unbroken.json", {}, drafter_push_to_hub=True)
     assert "The drafter was not pushed to run-drafter" in log and "hf upload run-drafter" in log
-    # As if the run had been killed while it saved step 6: the newest whole checkpoint is that of step 3.
-    (tmp_path / "run" / "checkpoint-6" / "drafter" / "training" / "complete.json").unlink()
+    # As if the run had been killed while it saved the policy of step 6: the newest whole checkpoint is that of step 3.
+    (tmp_path / "run" / "checkpoint-6" / "trainer_state.json").unlink()
     run(launcher, policy, tmp_path / "run", tmp_path / "resumed.json", {}, resume=True, save_total_limit=1)
     unbroken, resumed = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("unbroken", "resumed"))
     assert_equal_runs(unbroken, resumed)

@@ -1,4 +1,5 @@
 import logging
+import re
 
 import pytest
 from transformers import HfArgumentParser
@@ -7,6 +8,7 @@ from trl import GRPOConfig
 from tlt_trl import TLTGRPOConfig
 from tlt_trl.strategy import Strategy
 from tlt_trl.strategy.menu import strategies_for
+from tlt_trl.tlt_grpo_config import OWN_SPECULATIVE_KEYS
 
 
 OURS = TLTGRPOConfig.__dataclass_fields__.keys() - GRPOConfig.__dataclass_fields__.keys()
@@ -51,8 +53,8 @@ def test_seeds_are_repeated_by_equal_greedy_drafts_only(tmp_path, kwargs, repeat
     assert config(tmp_path, **kwargs).repeats_seeds is repeats
 
 
-def test_adds_at_most_17_fields_and_each_has_help():
-    assert len(OURS) <= 17
+def test_adds_at_most_18_fields_and_each_has_help():
+    assert len(OURS) <= 18
     for name in OURS:
         text = TLTGRPOConfig.__dataclass_fields__[name].metadata["help"]
         assert len(text) > 30, name
@@ -60,7 +62,7 @@ def test_adds_at_most_17_fields_and_each_has_help():
 
 
 def test_one_prefix_per_concern():
-    prefixes = ("speculation_", "vllm_", "drafter_", "feature_", "log_")
+    prefixes = ("speculation_", "vllm_", "sample_", "drafter_", "feature_", "log_")
     assert [name for name in OURS if not name.startswith(prefixes)] == []
 
 
@@ -90,6 +92,7 @@ def test_strategies_can_come_from_a_command_line(tmp_path):
     [
         ("speculation_selector", "ucb", "'ucb'"),
         ("speculation_on_unsupported", "ignore", "'ignore'"),
+        ("sample_reallocation", "kv", "'kv'"),
         ("speculation_strategies", [], "[]"),
         ("speculation_strategies", "eagle3 x3", "'eagle3 x3'"),
         ("speculation_strategies", ["eagle3 x3 beam"], "'beam'"),
@@ -132,8 +135,12 @@ def test_learning_rates_must_be_positive(tmp_path):
 
 
 def test_engine_arguments_that_the_trainer_sets_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="must not hold `speculative_config`"):
-        config(tmp_path, vllm_engine_kwargs={"speculative_config": {"method": "ngram"}})
+    with pytest.raises(ValueError, match="must not hold `disable_log_stats`"):
+        config(tmp_path, vllm_engine_kwargs={"disable_log_stats": True})
+    for name, remedy in OWN_SPECULATIVE_KEYS.items():
+        with pytest.raises(ValueError, match=f"must not hold `{name}`: {re.escape(remedy)}"):
+            config(tmp_path, vllm_engine_kwargs={"speculative_config": {name: "ngram"}})
+    config(tmp_path, vllm_engine_kwargs={"speculative_config": {"disable_eagle_block_drop": True}})
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from transformers import AutoConfig
 from trl import GRPOConfig, GRPOTrainer
 
 from tlt_trl import Drafter, TLTGRPOConfig, TLTGRPOTrainer
-from tlt_trl.online_drafter import InactiveOnlineDrafter
+from tlt_trl.inactive_drafter import InactiveOnlineDrafter
 
 from .conftest import ROOT, environment_of_its_own, save_tiny_policy
 from .tolerance import logprob_tolerance

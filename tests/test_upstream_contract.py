@@ -138,7 +138,11 @@ TRAINING: Contract = {
     "trl:GRPOConfig.vllm_importance_sampling_correction": None,
     "trl:GRPOConfig.vllm_mode": None,
     "trl:GRPOConfig.vllm_tensor_parallel_size": None,
-    # accelerate and torch.
+    # PEFT, accelerate and torch.
+    "peft.tuners.tuners_utils:BaseTuner.merge_adapter": (),
+    "peft.tuners.tuners_utils:BaseTuner.unmerge_adapter": (),
+    "peft.tuners.tuners_utils:BaseTunerLayer.active_adapters": None,
+    "peft.tuners.tuners_utils:BaseTunerLayer.disable_adapters": None,
     "accelerate:Accelerator.gather": ("tensor",),
     "accelerate:Accelerator.reduce": ("tensor", "reduction"),
     "accelerate:Accelerator.unwrap_model": ("model",),

@@ -12,17 +12,30 @@ from typing import Any
 from accelerate import Accelerator
 from huggingface_hub import CommitInfo
 from transformers import PretrainedConfig, TrainerState
-from transformers.trainer_utils import rotate_checkpoints
+from transformers.trainer_utils import HubStrategy, rotate_checkpoints
 
 from .drafter.checkpoint import PROVENANCE_NAME, DrafterSnapshot, run_facts
+from .drafter.disk import size_bytes
 from .drafter.hub import BackgroundPusher, acceptance_history, positions, push_snapshot, write_model_card
 from .drafter.modeling_drafter import Drafter
 from .drafter.policy_uploads import PolicyUploads
-from .drafter.training_state import BUFFER_KEY, FOLDER_NAME, CheckpointWriter, load_training_state, what_is_missing
-from .online_drafter import InactiveOnlineDrafter, OnlineDrafter
+from .drafter.training_state import (
+    BUFFER_KEY,
+    FOLDER_NAME,
+    CheckpointWriter,
+    SaveFailure,
+    load_training_state,
+    newest_whole_drafter,
+    policy_problem,
+    what_is_missing,
+)
+from .inactive_drafter import InactiveOnlineDrafter
+from .online_drafter import OnlineDrafter
 from .strategy import Selector
 from .telemetry.alarms import Alarms
+from .telemetry.reduce import sum_over_ranks
 from .tlt_grpo_config import TLTGRPOConfig
+from .upstream import uploads_through
 
 
 logger = logging.getLogger(__name__)
@@ -77,7 +90,7 @@ class DrafterKeeper:
             self.repo_id, args.hub_private_repo, args.hub_revision, args.hub_token, args.hub_always_push
         )
         self.upload_with_policy = PolicyUploads(args.hub_token)
-        self._writer = CheckpointWriter(accelerator.process_index, self._ranks_of_folder())
+        self._writer = CheckpointWriter(accelerator.process_index, self._ranks_of_folder(), self._note_saved)
 
     def _ranks_of_folder(self) -> range:
         """The processes that write to the same checkpoint folder."""
@@ -176,9 +189,26 @@ class DrafterKeeper:
         snapshot = DrafterSnapshot.of(self.drafter)
         self._pusher.push(snapshot, self.provenance(), self._history(), commit_message, local_copy)
 
+    def save_beside_policy(self, policy_dir: str) -> str:
+        """[`save`] for whoever asked for the policy: where the drafter cannot be saved, an alarm says so."""
+        output_dir = os.path.join(policy_dir, FOLDER_NAME)
+        try:
+            self.save(output_dir)
+        except OSError as error:
+            self._note_failure(output_dir, error)
+        else:
+            self._note_saved(None)
+        return output_dir
+
+    def _note_saved(self, failure: SaveFailure | None) -> None:
+        self._alarms.set("drafter_not_saved", failure is not None, str(failure))
+
+    def _note_failure(self, folder: str, error: OSError) -> None:
+        self._note_saved(SaveFailure(Path(folder), size_bytes(self.drafter.state_dict()), error))
+
     def finish(self) -> None:
         """Saves what a run leaves behind and, where that is wanted, pushes it and waits for it."""
-        folder = self.save()
+        folder = self.save_beside_policy(self._args.output_dir)
         if self._args.drafter_push_to_hub:
             self._pusher.join()
             self.begin_push(folder, "End of training")
@@ -191,32 +221,40 @@ class DrafterKeeper:
         self._writer.join()
         self._accelerator.wait_for_everyone()
 
+    def push_checkpoint(self, folder: str, push_policy: Callable[[str], None]) -> None:
+        """Pushes a saved checkpoint as far as that is wanted: by `push_policy(folder)`, and the drafter by itself."""
+        args = self._args
+        if args.push_to_hub:
+            if args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
+                self.join()  # the first rank pushes the files of all
+            with uploads_through(self.upload_with_policy):
+                push_policy(folder)
+        if args.drafter_push_to_hub and args.hub_strategy != HubStrategy.END:
+            message = f"Training in progress, step {self._state().global_step}"
+            self.begin_push(os.path.join(folder, FOLDER_NAME), message)
+
     @contextmanager
     def checkpoint(self, folder: str) -> Iterator[None]:
         """
         The policy's checkpoint is saved inside; the drafter's part of it is written in the background from then on.
 
+        Whatever keeps the drafter from being saved is an alarm and does not concern the policy.
+
         Args:
             folder (`str`):
-                Folder of the checkpoint. Older ones beside it are deleted once this one is whole.
-
-        Raises:
-            `FileNotFoundError`: If this rank does not see the folder that the first one has made.
+                Folder of the checkpoint. Older ones beside it are deleted once this one is written.
         """
         args = self._args
         run_dir, folder = os.path.dirname(folder), os.path.join(folder, FOLDER_NAME)
         self._writer.join()
         if args.should_save:
-            # Before the policy: from here on the checkpoint counts as torn until its drafter is whole.
-            self._writer.clear(folder)
+            # Before the policy: from here on the checkpoint counts as torn until its policy is whole.
+            self._try(self._writer.clear, folder)
         yield
-        self._accelerator.wait_for_everyone()
-        state = None if args.save_only_model else self._state_of_rank()
-        if state is not None and not os.path.isdir(folder):
-            raise FileNotFoundError(
-                f"Rank {self._accelerator.process_index} does not see {folder}, which the first rank has made: their "
-                "machines share no file system. Set `save_on_each_node=True`, or an `output_dir` that all of them see."
-            )
+        is_there = self._is_there_on_all_ranks(folder)
+        if args.should_save:
+            self._try(self._writer.note_policy_saved, folder)
+        state = None if args.save_only_model or not is_there else self._state_of_rank()
         if not args.should_save:
             return self._writer.start(folder, state)
         rotate = None
@@ -224,6 +262,26 @@ class DrafterKeeper:
             best = self._state().best_model_checkpoint
             rotate = functools.partial(rotate_checkpoints, run_dir, args.save_total_limit, best, use_mtime=True)
         self._writer.start(folder, state, DrafterSnapshot.of(self.drafter), self.provenance(), rotate)
+
+    def _try(self, action: Callable[[str], None], folder: str) -> None:
+        try:
+            action(folder)
+        except OSError as error:
+            self._note_failure(folder, error)
+
+    def _is_there_on_all_ranks(self, folder: str) -> bool:
+        """Whether every rank sees the folder that the first one has made, when all have saved the policy."""
+        accelerator = self._accelerator
+        accelerator.wait_for_everyone()
+        is_there = os.path.isdir(folder)
+        number = sum_over_ranks(accelerator, {"is_there": float(is_there)})["is_there"]
+        if not is_there and not self._args.should_save:
+            message = (
+                f"Rank {accelerator.process_index} does not see it. If its machine shares no file system with the "
+                "first rank's, set `save_on_each_node=True`, or an `output_dir` that all of them see"
+            )
+            self._note_failure(folder, FileNotFoundError(message))
+        return number == accelerator.num_processes
 
     def _state_of_rank(self) -> dict[str, Any]:
         """What this rank needs beside the weights to go on as if it had not been interrupted."""
@@ -239,28 +297,35 @@ class DrafterKeeper:
     def load_best(self, checkpoint: str) -> None:
         """Takes the drafter of the best checkpoint; what is told about it is what was known there."""
         folder = os.path.join(checkpoint, FOLDER_NAME)
-        if os.path.isdir(folder):
-            self._load_weights(folder)
-            self._best_provenance = json.loads(Path(folder, PROVENANCE_NAME).read_text())
-
-    def load_checkpoint(self, checkpoint: str) -> None:
-        """
-        Goes on with the drafter of a checkpoint and, where this rank's state was saved, with that.
-
-        Raises:
-            `ValueError`: If the drafter's part of the checkpoint is not whole, or does not fit this run's drafter.
-        """
-        folder = os.path.join(checkpoint, FOLDER_NAME)
         if not os.path.isdir(folder):
-            logger.warning("%s holds no drafter: going on with the one that this run began with.", checkpoint)
             return
         problem = what_is_missing(folder)
         if problem is not None:
+            return logger.warning("The drafter stays as it is, not as it was in the best checkpoint: %s", problem)
+        self._load_weights(folder)
+        self._best_provenance = json.loads(Path(folder, PROVENANCE_NAME).read_text())
+
+    def load_checkpoint(self, checkpoint: str) -> None:
+        """
+        Goes on with the drafter of a checkpoint and, where this rank's state was saved, with that. In place of a
+        drafter that is not whole it takes that of an older checkpoint, or else keeps the one that this run began with.
+
+        Raises:
+            `ValueError`: If the policy's part of the checkpoint is not whole, or the drafter does not fit this run's.
+        """
+        if not os.path.isdir(os.path.join(checkpoint, FOLDER_NAME)):
+            logger.warning("%s holds no drafter: going on with the one that this run began with.", checkpoint)
+            return
+        problem = policy_problem(checkpoint)
+        if problem is not None:
             raise ValueError(
-                f"The drafter of this checkpoint is not whole: {problem} Resume from an older checkpoint, or with "
-                f"`resume_from_checkpoint=True`, which finds the newest whole one; or delete {folder} to go on with "
-                "the drafter that this run began with."
+                f"This checkpoint is not whole: {problem} Resume from an older checkpoint, or with "
+                "`resume_from_checkpoint=True`, which finds the newest whole one."
             )
+        folder = newest_whole_drafter(checkpoint)
+        if folder is None:
+            logger.warning("Going on with the drafter that this run began with.")
+            return
         self._load_weights(folder)
         state = load_training_state(folder, self._writer.rank, self._writer.ranks)
         if state is None:
@@ -281,7 +346,7 @@ class DrafterKeeper:
         if sizes[0] != sizes[1]:
             raise ValueError(
                 f"The drafter in {folder} drafts over {sizes[0]} tokens, the one of this run over {sizes[1]}. Resume "
-                f"with `drafter_vocab_size={sizes[0]}` (unset for the policy's whole vocabulary), or delete the "
+                f"with `drafter_vocab_size={sizes[0]}` (the policy's own for its whole vocabulary), or delete the "
                 "folder to go on with the drafter that this run began with."
             )
         # Weights and vocabulary mapping together: a mapping that was made anew would give the head other tokens.

@@ -1,5 +1,6 @@
 """The drafter that learns while the run goes on: what it is trained on, when, and how ranks stay together."""
 
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from torch import Tensor
 from .drafter.drafter_trainer import DrafterTrainer, DrafterTrainingArguments
 from .drafter.feature_buffer import FeatureBuffer
 from .drafter.features import FeatureRecorder
+from .drafter.live_vocabulary import LiveVocabulary
 from .drafter.modeling_drafter import Drafter
 from .drafter.pass_to_record import PassToRecord
 from .drafter.ranks import check_identical
@@ -21,7 +23,15 @@ from .drafter.training_state import cpu_copy
 from .generation.speculative_generation import SpeculativeVLLMGeneration
 from .idle.averaging import average_by_tokens
 from .idle.payback import PayBack
-from .idle.spot_training import MAX_STEP_S, BackgroundTraining, PolicyCopy, train_safely, train_until_all_finished
+from .idle.spot_training import (
+    MAX_STEP_S,
+    BackgroundTraining,
+    Guests,
+    PolicyCopy,
+    serve_until_all_finished,
+    train_safely,
+    train_until_all_finished,
+)
 from .idle.step_account import StepAccount
 from .idle.step_clock import StepClock
 from .idle.straggler_wait import StragglerWait
@@ -36,59 +46,11 @@ from .upstream import default_store
 # The drafter computes as the policy does. Not in fp16, whose gradients need a loss scaler of their own.
 AUTOCAST_DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float32, "fp8": torch.bfloat16}
 
+# Greedy answers are learnt at this temperature: labels that are nearly certain, from logits that stay finite.
+MIN_TEMPERATURE = 0.1
+
 # Rollouts after which features are dropped.
 MAX_AGE_ROLLOUTS = 4
-
-
-class InactiveOnlineDrafter:
-    """Stands in for an [`OnlineDrafter`] where nothing is trained, with a drafter or without."""
-
-    steps = 0
-
-    def __init__(self) -> None:
-        self.tokens_trained = 0
-
-    def start_run(self) -> None:
-        """Nothing to begin."""
-
-    def evaluating(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def start_rollout(self, step: int) -> None:
-        """Nothing to age."""
-
-    def train_after_rollout(self) -> None:
-        """Nothing to train."""
-
-    def note_rollout(self, metrics: Mapping[str, float]) -> None:
-        """Nothing that has to pay for itself."""
-
-    def in_background(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def paused(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def start_scoring(self, is_training: bool) -> None:
-        """Nothing to record."""
-
-    def recording(
-        self, input_ids: Tensor, attention_mask: Tensor, prompt_length: int, step: int, micro_step: int
-    ) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def pop_metrics(self) -> dict[str, float]:
-        return {}
-
-    def describe(self) -> str:
-        return ""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"tokens_trained": self.tokens_trained}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """All but the number of tokens means nothing here: what a run has trained is in the weights."""
-        self.tokens_trained = state["tokens_trained"]
 
 
 class OnlineDrafter:
@@ -120,8 +82,12 @@ class OnlineDrafter:
             Measures whole steps.
         wait ([`StragglerWait`], *optional*):
             Of several processes.
+        guests ([`Guests`], *optional*):
+            Samples of other ranks that this one may run while it waits.
         in_background (`bool`, *optional*, defaults to `False`):
             Whether to train in a thread inside [`in_background`][OnlineDrafter.in_background].
+        temperature (`Callable[[], float]`, *optional*):
+            What the rollout is sampled at, asked when one is done; by default `args.temperature`.
         on_trained (`Callable[[], None]`, *optional*):
             Called whenever the weights have changed.
         speculate (`Callable[[bool], None]`, *optional*):
@@ -145,7 +111,9 @@ class OnlineDrafter:
         payback: PayBack,
         step_clock: StepClock | None = None,
         wait: StragglerWait | None = None,
+        guests: Guests | None = None,
         in_background: bool = False,
+        temperature: Callable[[], float] | None = None,
         on_trained: Callable[[], None] = lambda: None,
         speculate: Callable[[bool], None] = lambda _: None,
         alarms: Alarms | None = None,
@@ -155,6 +123,7 @@ class OnlineDrafter:
         self.buffer = buffer
         self.trainer = DrafterTrainer(drafter, buffer, args)
         self.recorder = FeatureRecorder(policy, drafter.config.eagle_aux_hidden_state_layer_ids, buffer)
+        self._vocabulary = LiveVocabulary(drafter, buffer, lambda counts: accelerator.reduce(counts, "sum"))
         self.payback = payback
         self.step_clock = StepClock() if step_clock is None else step_clock
         self.tokens_trained = 0  # by all ranks together
@@ -162,7 +131,9 @@ class OnlineDrafter:
         self._policy_copy = policy_copy
         self._pass_to_record = pass_to_record
         self._wait = wait
+        self._guests = guests
         self._background = BackgroundTraining(self._train_until, self._note_background) if in_background else None
+        self._temperature = (lambda: args.temperature) if temperature is None else temperature
         self._on_trained = on_trained
         self._speculate = speculate
         self._alarms = Alarms() if alarms is None else alarms
@@ -201,6 +172,8 @@ class OnlineDrafter:
         self.step_clock.start()
         self._policy_step = step
         self.buffer.start_step(step)
+        if self._vocabulary.follow():
+            self._on_trained()
 
     def note_rollout(self, metrics: Mapping[str, float]) -> None:
         """What a training rollout did, over all ranks: what speculation saved in it has to pay for the drafter."""
@@ -231,18 +204,22 @@ class OnlineDrafter:
 
     def train_after_rollout(self) -> None:
         """Trains while other ranks are still generating, and beyond that for as long as it is paid for."""
+        self.trainer.temperature = max(self._temperature(), MIN_TEMPERATURE)
         plan = self.payback.plan
         if self._wait is not None and plan.trains:
             self._train_in_wait(self._wait, plan.budget_s)
+        elif self._wait is not None and self._guests is not None:
+            with self._timeline.interval(WAITING):
+                self._wait.announce()
+                serve_until_all_finished(self._wait, self._guests)
         elif plan.budget_s:
             self._note(self._train_outside_waits(plan.budget_s))
 
     def _train_in_wait(self, wait: StragglerWait, budget_s: float) -> None:
         with self._timeline.interval(WAITING):
             wait.announce()
-            report = train_until_all_finished(
-                self.trainer, wait, self._policy_copy(), self._timeline.interval(DRAFTER_TRAINING)
-            )
+            while_training = functools.partial(self._timeline.interval, DRAFTER_TRAINING)
+            report = train_until_all_finished(self.trainer, wait, self._policy_copy(), while_training, self._guests)
         if budget_s:
             report += self._train_outside_waits(budget_s)
         with self._timeline.interval(MERGING):
@@ -376,6 +353,7 @@ def online_drafter_for(
     generation: SpeculativeVLLMGeneration,
     policy: torch.nn.Module,
     has_reward_model: bool,
+    guests: Guests | None = None,
 ) -> OnlineDrafter:
     """
     The trainer of a run's drafter.
@@ -391,6 +369,8 @@ def online_drafter_for(
             The policy, without DDP around it.
         has_reward_model (`bool`):
             Whether a reward function needs the accelerator.
+        guests ([`Guests`], *optional*):
+            Samples of other ranks that this one may run while it waits.
     """
     num_ranks, rank = accelerator.num_processes, accelerator.process_index
     training = DrafterTrainingArguments(
@@ -430,7 +410,9 @@ def online_drafter_for(
         ),
         payback=payback,
         wait=wait,
+        guests=guests,
         in_background=in_background,
+        temperature=lambda: generation.sampled_temperature,
         on_trained=generation.drafter_lag.note_trained,
         speculate=generation.rollout_loop.speculate_while_it_pays,
         alarms=generation.alarms,

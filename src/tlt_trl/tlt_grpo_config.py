@@ -1,5 +1,5 @@
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any
+from typing import Any, cast
 
 from trl import GRPOConfig
 
@@ -8,9 +8,27 @@ from .strategy.strategy import Strategy, check_strategies
 
 SELECTORS = ("fixed", "beg_mab", "cost_model", "auto")
 ON_UNSUPPORTED = ("disable", "error")
+SAMPLE_REALLOCATION = ("off", "auto", "prefill")
 MAX_DRAFT_TOKENS = 16
 DEFAULT_STRATEGIES = ["eagle3 x1", "eagle3 x2", "eagle3 x3", "eagle3 x5", "ngram x4"]
 DEFAULT_FIXED_STRATEGIES = ["eagle3 x3"]
+
+# Keys of vLLM's `speculative_config` that are not the user's, and what says the same.
+OWN_SPECULATIVE_KEYS = {
+    "method": "name methods in `speculation_strategies`",
+    "model": "use `drafter_model_name_or_path`",
+    "revision": "use `drafter_model_name_or_path`",
+    "code_revision": "use `drafter_model_name_or_path`",
+    "num_speculative_tokens": "name numbers of draft tokens in `speculation_strategies`",
+    "num_speculative_tokens_per_batch_size": "`speculation_selector` chooses by batch size",
+    "draft_sample_method": "name it in `speculation_strategies`, as in 'eagle3 x3 probabilistic'",
+    "quantization": "the drafter's weights are pushed unquantised",
+    "draft_load_config": "the drafter is loaded from a folder that the trainer writes",
+    "parallel_drafting": "the drafter is trained to draft token by token",
+    "rejection_sample_method": "only vLLM's standard method was checked to be exact",
+    "synthetic_acceptance_rates": "synthetic acceptance is not exact",
+    "synthetic_acceptance_length": "synthetic acceptance is not exact",
+}
 
 # What only drafter training uses.
 DRAFTER_TRAINING_FIELDS = (
@@ -60,11 +78,20 @@ class TLTGRPOConfig(GRPOConfig):
 
         vllm_engine_kwargs (`dict[str, Any]`, *optional*):
             Further keyword arguments for `vllm.LLM`, such as `{'max_num_seqs': 64}`. They override those that TRL
-            passes, but may not hold `speculative_config` or `disable_log_stats`.
+            passes, but may not hold `disable_log_stats`. A `speculative_config` among them adds to the trainer's own,
+            such as `{'disable_eagle_block_drop': True}`; keys that the trainer sets are an error.
         vllm_verify_weight_sync (`bool`, *optional*, defaults to `True`):
             Whether to read weights back from the engine after every sync and compare them with what was pushed. Costs
             about one pass over the weights; catches a stale or half-loaded engine, which would train on another
             policy's samples. Each rank of a tensor-parallel engine compares its slices.
+
+        > Parameters that control sample reallocation
+
+        sample_reallocation (`str`, *optional*, defaults to `"off"`):
+            Whether a rank that has finished its rollout takes over unfinished samples of others: `'off'`, `'prefill'`
+            (the text is sent and read again as a prompt), or `'auto'` (the same where it can be used: several engines,
+            each of one process, that do not sleep, trained drafters, and neither tools, environments nor a
+            `rollout_func`). The distribution of the samples stays the policy's.
 
         > Parameters that control the drafter
 
@@ -72,9 +99,11 @@ class TLTGRPOConfig(GRPOConfig):
             Folder or Hub id of an EAGLE-3 drafter to start from. `None` initialises one from the policy: its tokens
             are rejected until it has trained on some ten thousand tokens.
         drafter_vocab_size (`int`, *optional*):
-            Size of the drafter's reduced vocabulary: the tokens most frequent in the training set's text columns.
-            Smaller makes every draft step cheaper; tokens outside it are never drafted. Fixed for the drafter's life,
-            so it does not go with `drafter_model_name_or_path`. `None` drafts over the whole vocabulary.
+            Number of tokens that the drafter can draft: those most frequent in the training set's text columns, then
+            those of the run's own answers. Smaller makes every draft step and the drafter's training cheaper; tokens
+            outside it are never drafted. Fixed for the drafter's life, so it does not go with
+            `drafter_model_name_or_path`. `None` means a quarter of the policy's vocabulary, but 8192 tokens at least
+            where it has as many.
         drafter_training (`bool`, *optional*, defaults to `True`):
             Whether to train the drafter during the run. Without it acceptance decays as the policy moves away from the
             one the drafter was trained for.
@@ -162,7 +191,8 @@ class TLTGRPOConfig(GRPOConfig):
         default=None,
         metadata={
             "help": "Further keyword arguments for `vllm.LLM`, such as `{'max_num_seqs': 64}`. They override those "
-            "that TRL passes, but may not hold `speculative_config` or `disable_log_stats`."
+            "that TRL passes, but may not hold `disable_log_stats`. A `speculative_config` among them adds to the "
+            "trainer's own, such as `{'disable_eagle_block_drop': True}`; keys that the trainer sets are an error."
         },
     )
     vllm_verify_weight_sync: bool = field(
@@ -171,6 +201,17 @@ class TLTGRPOConfig(GRPOConfig):
             "help": "Whether to read weights back from the engine after every sync and compare them with what was "
             "pushed. Costs about one pass over the weights; catches a stale or half-loaded engine, which would train "
             "on another policy's samples. Each rank of a tensor-parallel engine compares its slices."
+        },
+    )
+
+    # Parameters that control sample reallocation
+    sample_reallocation: str = field(
+        default="off",
+        metadata={
+            "help": "Whether a rank that has finished its rollout takes over unfinished samples of others: `'off'`, "
+            "`'prefill'` (the text is sent and read again as a prompt), or `'auto'` (the same where it can be used: "
+            "several engines, each of one process, that do not sleep, trained drafters, and neither tools, "
+            "environments nor a `rollout_func`). The distribution of the samples stays the policy's."
         },
     )
 
@@ -185,10 +226,11 @@ class TLTGRPOConfig(GRPOConfig):
     drafter_vocab_size: int | None = field(
         default=None,
         metadata={
-            "help": "Size of the drafter's reduced vocabulary: the tokens most frequent in the training set's text "
-            "columns. Smaller makes every draft step cheaper; tokens outside it are never drafted. Fixed for the "
-            "drafter's life, so it does not go with `drafter_model_name_or_path`. `None` drafts over the whole "
-            "vocabulary."
+            "help": "Number of tokens that the drafter can draft: those most frequent in the training set's text "
+            "columns, then those of the run's own answers. Smaller makes every draft step and the drafter's training "
+            "cheaper; tokens outside it are never drafted. Fixed for the drafter's life, so it does not go with "
+            "`drafter_model_name_or_path`. `None` means a quarter of the policy's vocabulary, but 8192 tokens at "
+            "least where it has as many."
         },
     )
     drafter_training: bool = field(
@@ -266,13 +308,9 @@ class TLTGRPOConfig(GRPOConfig):
         super().__post_init__()
         self._check_choice("speculation_selector", SELECTORS)
         self._check_choice("speculation_on_unsupported", ON_UNSUPPORTED)
+        self._check_choice("sample_reallocation", SAMPLE_REALLOCATION)
         self._check_strategies()
-        for name in ("speculative_config", "disable_log_stats"):
-            if name in (self.vllm_engine_kwargs or {}):
-                raise ValueError(
-                    f"`vllm_engine_kwargs` must not hold `{name}`: the trainer sets it. Speculation is configured by "
-                    "`speculation_selector` and `speculation_strategies`."
-                )
+        self._check_engine_kwargs()
         self._check_range("drafter_time_budget", 0.0, 0.9)
         if not self.drafter_learning_rate > 0:
             raise ValueError(f"`drafter_learning_rate` must be greater than 0, got {self.drafter_learning_rate}.")
@@ -283,6 +321,19 @@ class TLTGRPOConfig(GRPOConfig):
         if self.speculation_activation_threshold is not None:
             self._check_range("speculation_activation_threshold", 0)
         self._check_effects()
+
+    def _check_engine_kwargs(self) -> None:
+        kwargs = cast(dict, self.vllm_engine_kwargs or {})
+        if "disable_log_stats" in kwargs:
+            raise ValueError(
+                "`vllm_engine_kwargs` must not hold `disable_log_stats`: the trainer sets it, for without statistics "
+                "the engine counts no drafts."
+            )
+        for name in kwargs.get("speculative_config") or {}:
+            if name in OWN_SPECULATIVE_KEYS:
+                raise ValueError(
+                    f"`vllm_engine_kwargs['speculative_config']` must not hold `{name}`: {OWN_SPECULATIVE_KEYS[name]}."
+                )
 
     def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
         if self.__dict__[name] not in choices:

@@ -7,27 +7,25 @@ import torch
 from accelerate.utils import is_peft_model
 from huggingface_hub import CommitInfo
 from tqdm.auto import tqdm
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOConfig, GRPOTrainer
 
 from . import upstream
 from .drafter.modeling_drafter import Drafter
-from .drafter.training_state import FOLDER_NAME, newest_whole_checkpoint
+from .drafter.training_state import newest_whole_checkpoint
 from .drafter_saving import DrafterKeeper
-from .generation.plain_generation import build_generation, speculates
-from .online_drafter import InactiveOnlineDrafter, OnlineDrafter, online_drafter_for
+from .generation.finite_policy import naming_the_step
+from .generation.plain_generation import INACTIVE, build_generation, speculates
+from .inactive_drafter import InactiveOnlineDrafter
+from .online_drafter import OnlineDrafter, online_drafter_for
+from .sample_reallocation import NoReallocation, SampleReallocation, reallocation_for
 from .telemetry.callbacks import OptimizerStepInterval
+from .telemetry.reduce import sum_over_ranks
 from .telemetry.timeline import POLICY_TRAINING, ROLLOUT, SCORING, NoTimeline, Timeline
 from .tlt_grpo_config import TLTGRPOConfig
 
 
 logger = logging.getLogger(__name__)
-
-
-INACTIVE = (
-    "Speculative rollouts and drafter training are inactive: they need `use_vllm=True` and `vllm_mode='colocate'`. "
-    "This run is TRL's GRPOTrainer."
-)
 
 
 class TLTGRPOTrainer(GRPOTrainer):
@@ -62,6 +60,7 @@ class TLTGRPOTrainer(GRPOTrainer):
     # What a trainer has that TRL's own tests make without calling `__init__`.
     speculative = False
     online_drafter: OnlineDrafter | InactiveOnlineDrafter = InactiveOnlineDrafter()
+    reallocation: SampleReallocation | NoReallocation = NoReallocation()
     timeline: Timeline | NoTimeline = NoTimeline()
 
     def __init__(
@@ -121,6 +120,8 @@ class TLTGRPOTrainer(GRPOTrainer):
     def _keep_and_train_drafter(self) -> None:
         generation = self.vllm_generation
         generation.timeline = self.timeline
+        has_turns = bool(self.tools or self.environments or self.rollout_func)
+        self.reallocation = reallocation_for(self.args, self.accelerator, generation, has_turns)
         if self.args.drafter_training:
             self.online_drafter = online_drafter_for(
                 self.args,
@@ -128,6 +129,7 @@ class TLTGRPOTrainer(GRPOTrainer):
                 generation,
                 self.accelerator.unwrap_model(self.model),
                 has_reward_model=any(isinstance(reward, torch.nn.Module) for reward in self.reward_funcs),
+                guests=self.reallocation if isinstance(self.reallocation, SampleReallocation) else None,
             )
         self._keeper = DrafterKeeper(
             generation.drafter,
@@ -168,6 +170,10 @@ class TLTGRPOTrainer(GRPOTrainer):
         with self.online_drafter.evaluating():
             return super().evaluate(*args, **kwargs)
 
+    def predict(self, *args, **kwargs):
+        with self.online_drafter.evaluating():
+            return super().predict(*args, **kwargs)
+
     def training_step(self, *args, **kwargs):
         self.timeline.step = self.state.global_step
         with self.timeline.interval(POLICY_TRAINING):
@@ -176,21 +182,24 @@ class TLTGRPOTrainer(GRPOTrainer):
     # ---- rollouts --------------------------------------------------------------------------------------------------
 
     def _generate(self, prompts: list):
-        with self.timeline.interval(ROLLOUT):
+        with self.timeline.interval(ROLLOUT), naming_the_step(self.state):
             return self._generate_speculatively(prompts) if self.speculative else super()._generate(prompts)
 
     def _generate_speculatively(self, prompts: list):
         mode = "train" if self.model.training else "eval"
+        self.vllm_generation.rollout_loop.temperatures.clear()  # what others have asked of the engine is not learnt
         if not self.vllm_generation.holds_policy():
             self._last_loaded_step = -1  # TRL syncs when the step number differs; other things change weights too
         if mode == "train":
             self.online_drafter.start_rollout(self.state.global_step)
-            with upstream.before_first_gather(self.accelerator, self.online_drafter.train_after_rollout):
+            train = self.online_drafter.train_after_rollout
+            with self.reallocation.rollout(), upstream.before_first_gather(self.accelerator, train):
                 output = super()._generate(prompts)
         else:
             output = super()._generate(prompts)
         metrics, summary = self.vllm_generation.pop_metrics(is_training=mode == "train")
         if mode == "train":
+            metrics |= self.reallocation.pop_metrics(functools.partial(sum_over_ranks, self.accelerator))
             self.online_drafter.note_rollout(metrics)
             self._tell(summary)
         self._append_metrics(mode, metrics)
@@ -274,7 +283,7 @@ class TLTGRPOTrainer(GRPOTrainer):
         super().save_model(output_dir, _internal_call)
         # An internal call with a folder is a checkpoint, which gets its drafter in `_save_checkpoint`.
         if self.speculative and not (_internal_call and output_dir is not None):
-            self.save_drafter(os.path.join(self.args.output_dir if output_dir is None else output_dir, FOLDER_NAME))
+            self._keeper.save_beside_policy(self.args.output_dir if output_dir is None else output_dir)
 
     def push_to_hub(self, *args, **kwargs):
         with upstream.uploads_through(self._keeper.upload_with_policy) if self.speculative else nullcontext():
@@ -283,18 +292,12 @@ class TLTGRPOTrainer(GRPOTrainer):
     def _save_checkpoint(self, model, trial):
         if not self.speculative:
             return super()._save_checkpoint(model, trial)
-        args, keeper = self.args, self._keeper
-        step = self.state.global_step
-        folder = os.path.join(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{step}")
-        with keeper.checkpoint(folder), upstream.without_rotation_and_push(self):
+        keeper, output_dir = self._keeper, self._get_output_dir(trial=trial)
+        folder = os.path.join(output_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        # Nor must a slow disk earn the drafter time.
+        with self.online_drafter.evaluating(), keeper.checkpoint(folder), upstream.without_rotation_and_push(self):
             super()._save_checkpoint(model, trial)
-        if args.push_to_hub:
-            if args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
-                keeper.join()  # the first rank pushes the files of all
-            with upstream.uploads_through(keeper.upload_with_policy):
-                self._push_from_checkpoint(folder)
-        if args.drafter_push_to_hub and args.hub_strategy != HubStrategy.END:
-            keeper.begin_push(os.path.join(folder, FOLDER_NAME), f"Training in progress, step {step}")
+        keeper.push_checkpoint(folder, self._push_from_checkpoint)
 
     def _finalize_training(self, *args, **kwargs):
         # transformers loads the best checkpoint in there and deletes others: none may still be on its way.

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from accelerate.utils import is_peft_model
 from transformers import PreTrainedTokenizerBase
 from transformers import trainer as transformers_trainer
 from trl.generation import vllm_generation
@@ -166,6 +167,28 @@ def prompt_ids(
         chat_template_kwargs=dict(chat_template_kwargs or {}),
     )
     return grpo_trainer.GRPOTrainer._tokenize_prompts(trainer, prompts)[0]
+
+
+@contextmanager
+def adapters_for_push(policy: Any, are_disabled: bool) -> Iterator[None]:
+    """
+    Corrects what `VLLMGeneration._iter_named_params` does to the adapters of a PEFT policy, inside the context.
+
+    It merges them also while they are disabled, and takes them out again only when it was walked to its end (TRL 1.16,
+    peft 0.21). A policy left merged, by an interrupt in a notebook for instance, would be trained with its adapters
+    cut off.
+    """
+    if are_disabled:
+        policy.merge_adapter = policy.unmerge_adapter = lambda: None
+    try:
+        yield
+    except BaseException:
+        if is_peft_model(policy):
+            policy.unmerge_adapter()
+        raise
+    finally:
+        if are_disabled:
+            del policy.merge_adapter, policy.unmerge_adapter
 
 
 def version_of(tensor: torch.Tensor) -> int:

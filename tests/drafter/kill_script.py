@@ -24,6 +24,7 @@ from tlt_trl.drafter.training_state import (
     CheckpointWriter,
     load_training_state,
     newest_whole_checkpoint,
+    newest_whole_drafter,
     what_is_missing,
 )
 
@@ -59,22 +60,26 @@ def save_for_ever(output_dir: Path, step: int) -> None:
             for parameter in drafter.parameters():
                 parameter.fill_(float(step))
         rotate = functools.partial(rotate_checkpoints, str(output_dir), 2)
+        writer.note_policy_saved(folder)
         writer.start(folder, rank_state(step), DrafterSnapshot.of(drafter), {"step": step}, rotate)
 
 
-def resume(output_dir: Path) -> int:
-    """Loads the newest whole checkpoint; raises unless all of it is of one step."""
+def resume(output_dir: Path) -> tuple[int, int]:
+    """Loads the newest whole checkpoint; the step of its policy and that of its drafter, all of which is of one."""
     checkpoint = Path(newest_whole_checkpoint(output_dir))
     step = json.loads((checkpoint / "trainer_state.json").read_text())["global_step"]
     assert checkpoint.name == f"checkpoint-{step}"
-    drafter = Drafter.from_pretrained(checkpoint / "drafter", POLICY_CONFIG)
-    assert all(bool((parameter == float(step)).all()) for parameter in drafter.parameters())
-    state, wanted = load_training_state(checkpoint / "drafter", 0, [0]), rank_state(step)
+    folder = Path(newest_whole_drafter(checkpoint))
+    drafter_step = json.loads((folder / "provenance.json").read_text())["step"]
+    assert folder.parent.name == f"checkpoint-{drafter_step}"
+    drafter = Drafter.from_pretrained(folder, POLICY_CONFIG)
+    assert all(bool((parameter == float(drafter_step)).all()) for parameter in drafter.parameters())
+    state, wanted = load_training_state(folder, 0, [0]), rank_state(drafter_step)
     for i, moments in wanted["optimizer"]["state"].items():
         assert torch.equal(state["optimizer"]["state"][i]["exp_avg"], moments["exp_avg"])
-    assert state["step"] == step
+    assert state["step"] == drafter_step
     assert all(map(torch.equal, state["buffer"], wanted["buffer"]))
-    return step
+    return step, drafter_step
 
 
 def main(output_dir: str, num_kills: str, seed: str) -> None:
@@ -91,8 +96,9 @@ def main(output_dir: str, num_kills: str, seed: str) -> None:
         os.waitpid(child, 0)
         checkpoints = list(output_dir.glob("checkpoint-*"))
         torn = sum(what_is_missing(checkpoint / "drafter") is not None for checkpoint in checkpoints)
-        before, step = step, resume(output_dir)
-        print(json.dumps({"before": before, "step": step, "torn": torn, "checkpoints": len(checkpoints)}), flush=True)
+        before, (step, drafter_step) = step, resume(output_dir)
+        kill = {"before": before, "step": step, "drafter_step": drafter_step}
+        print(json.dumps({**kill, "torn": torn, "checkpoints": len(checkpoints)}), flush=True)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,12 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 5000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 
 
 def engine_environment() -> dict[str, str]:
@@ -89,17 +95,19 @@ def train_on(policy, drafter: Drafter, prompts: list[list[int]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "num_layers", "draft_vocab_size"),
+    ("kind", "num_layers", "draft_vocab_size", "rope"),
     [
-        ("llama", 4, 96),
-        pytest.param("llama", 2, None, marks=pytest.mark.slow),
-        ("mistral", 4, 96),
-        ("qwen2", 7, 96),
-        ("qwen3", 4, None),
+        ("llama", 4, 96, LLAMA3_ROPE),
+        pytest.param("llama", 2, None, LLAMA3_ROPE, marks=pytest.mark.slow),
+        ("mistral", 4, 96, LLAMA3_ROPE),
+        ("qwen2", 7, 96, YARN_ROPE),
+        ("qwen3", 4, None, LLAMA3_ROPE),
+        pytest.param("llama", 4, 96, YARN_ROPE, marks=pytest.mark.slow),
     ],
+    ids=lambda value: value["rope_type"] if isinstance(value, dict) else None,
 )
-def test_engine_drafts_what_our_model_drafts(make_policy, tmp_path, kind, num_layers, draft_vocab_size):
-    policy = make_policy(kind, num_layers=num_layers, tied=kind == "qwen3", rope_parameters=LLAMA3_ROPE)
+def test_engine_drafts_what_our_model_drafts(make_policy, tmp_path, kind, num_layers, draft_vocab_size, rope):
+    policy = make_policy(kind, num_layers=num_layers, tied=kind == "qwen3", rope_parameters=rope)
     policy.save_pretrained(tmp_path / "policy")
     draft_token_ids = None if draft_vocab_size is None else torch.arange(128 - draft_vocab_size, 128)
     drafter = Drafter.from_policy(policy, draft_token_ids)

@@ -80,14 +80,20 @@ def test_a_policy_with_adapters_is_read_without_them(policy):
     assert all(map(torch.equal, adapted.state_dict().values(), plain.state_dict().values()))
 
 
+def test_without_text_to_count_small_ids_come_first(policy):
+    assert build(policy, vocab_size=64).draft_token_ids.tolist() == list(range(64))
+
+
+def test_a_large_vocabulary_is_not_drafted_whole_by_default(make_policy):
+    policy = make_policy(vocab_size=40_000)
+    assert build(policy).config.draft_vocab_size == 9984
+    assert build(policy, vocab_size=40_000).has_full_vocabulary
+
+
 class TestErrors:
     def test_a_vocabulary_larger_than_the_policys(self, policy):
         with pytest.raises(ValueError, match=f"`drafter_vocab_size` is {VOCAB_SIZE + 1}, larger .* of {VOCAB_SIZE}"):
             build(policy, vocab_size=VOCAB_SIZE + 1, train_dataset=[{"prompt": "7"}])
-
-    def test_nothing_to_count_tokens_in(self, policy):
-        with pytest.raises(ValueError, match="`drafter_vocab_size` needs a `train_dataset`"):
-            build(policy, vocab_size=64)
 
     @pytest.mark.parametrize("source", ["given", "name_or_path"])
     def test_a_drafter_of_another_policy(self, policy, make_policy, make_drafter, tmp_path, source):

@@ -14,6 +14,7 @@ from tlt_trl.drafter.training_state import (
     cpu_copy,
     load_training_state,
     newest_whole_checkpoint,
+    newest_whole_drafter,
     what_is_missing,
 )
 
@@ -29,6 +30,7 @@ def snapshot(make_drafter):
 def save(folder, snapshot, ranks=(0,), then=None):
     writer = CheckpointWriter(0, ranks)
     writer.clear(folder)
+    writer.note_policy_saved(folder)
     writer.start(folder, STATE, snapshot, {"policy": "tiny"}, then)
     return writer
 
@@ -60,21 +62,20 @@ class TestCheckpointWriter:
         while not (tmp_path / "drafter" / "training" / "complete.json").exists():
             time.sleep(0.01)
         assert not called.wait(timeout=0.3)
-        assert "rank 1 ended" in what_is_missing(tmp_path / "drafter")
+        assert load_training_state(tmp_path / "drafter", 0, [0, 1]) is None  # until all are there
         second = CheckpointWriter(1, [0, 1])
         second.start(tmp_path / "drafter", STATE)
         second.join()
         first.join()
         assert called.is_set()
 
-    def test_a_deleted_checkpoint_is_not_made_again_and_the_error_is_raised(self, tmp_path, snapshot, caplog):
-        writer = CheckpointWriter(0, [0])
+    def test_a_deleted_checkpoint_is_not_made_again_and_the_failure_is_reported(self, tmp_path, snapshot):
+        reports = []
+        writer = CheckpointWriter(0, [0], reports.append)
         writer.start(tmp_path / "gone" / "drafter", STATE, snapshot, {})
-        with pytest.raises((OSError, RuntimeError)):
-            writer.join()
+        writer.join()
         assert not (tmp_path / "gone").exists()
-        assert "was not saved" in caplog.text
-        writer.join()  # raised once
+        assert [report.folder for report in reports] == [tmp_path / "gone" / "drafter"]
 
     def test_weights_only(self, tmp_path, snapshot):
         writer = CheckpointWriter(0, [0])
@@ -104,23 +105,35 @@ class TestNewestWholeCheckpoint:
             save_checkpoint(tmp_path, step, snapshot)
         assert newest_whole_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
 
-    @pytest.mark.parametrize(
-        "file", ["trainer_state.json", "drafter/training/complete.json", "drafter/training/rank_0.pt"]
-    )
-    def test_passes_over_one_that_lacks_a_file(self, tmp_path, snapshot, file, caplog):
-        for step in (9, 10):
+    def test_passes_over_a_policy_that_was_not_saved_to_the_end(self, tmp_path, snapshot, caplog):
+        for step in (9, 10, 11, 12):
             save_checkpoint(tmp_path, step, snapshot)
-        (tmp_path / "checkpoint-10" / file).unlink()
+        state = tmp_path / "checkpoint-10" / "trainer_state.json"
+        state.write_bytes(state.read_bytes()[:-1])
+        (tmp_path / "checkpoint-11" / "trainer_state.json").unlink()
+        # The first rank's files are there, those of others may not be.
+        CheckpointWriter(0, [0]).clear(tmp_path / "checkpoint-12" / "drafter")
         assert newest_whole_checkpoint(tmp_path) == str(tmp_path / "checkpoint-9")
-        assert f"{Path(file).name} is missing" in caplog.text
+        for name in ("checkpoint-10/trainer_state.json", "checkpoint-11/trainer_state.json", "policy_saved"):
+            assert f"{name} is missing" in caplog.text
 
-    @pytest.mark.parametrize("file", ["trainer_state.json", "drafter/model.safetensors"])
-    def test_passes_over_a_file_cut_off(self, tmp_path, snapshot, file):
+    @pytest.mark.parametrize("file", ["training/complete.json", "model.safetensors"])
+    def test_of_a_torn_drafter_only_the_policy_is_taken(self, tmp_path, snapshot, file, caplog):
+        for step in (8, 9, 10):
+            save_checkpoint(tmp_path, step, snapshot)
+        (tmp_path / "checkpoint-10" / "drafter" / file).unlink()
+        weights = tmp_path / "checkpoint-9" / "drafter" / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-1])
+        newest = newest_whole_checkpoint(tmp_path)
+        assert newest == str(tmp_path / "checkpoint-10")
+        assert newest_whole_drafter(newest) == str(tmp_path / "checkpoint-8" / "drafter")
+        assert f"{Path(file).name} is missing" in caplog.text and "bytes instead of" in caplog.text
+
+    def test_a_later_checkpoint_is_no_substitute(self, tmp_path, snapshot):
         for step in (9, 10):
             save_checkpoint(tmp_path, step, snapshot)
-        path = tmp_path / "checkpoint-10" / file
-        path.write_bytes(path.read_bytes()[:-1])
-        assert newest_whole_checkpoint(tmp_path) == str(tmp_path / "checkpoint-9")
+        (tmp_path / "checkpoint-9" / "drafter" / "model.safetensors").unlink()
+        assert newest_whole_drafter(tmp_path / "checkpoint-9") is None
 
     def test_a_checkpoint_without_a_drafter_counts(self, tmp_path):
         (tmp_path / "checkpoint-3").mkdir()
@@ -146,3 +159,5 @@ def test_killed_at_random_moments_every_resume_works(tmp_path):
     # and, where a kill came before the older ones went, one more.
     assert all(kill["step"] >= kill["before"] for kill in kills) and kills[-1]["step"] > 25
     assert max(kill["checkpoints"] for kill in kills) <= 4
+    # A policy that was whole is taken, with an older drafter where its own was not.
+    assert any(kill["drafter_step"] < kill["step"] for kill in kills)

@@ -49,7 +49,6 @@ def test_nothing_is_said_of_a_run_that_can(why):
         ({"generation_kwargs": {"logit_bias": {3: 1.0}}}, ("`logit_bias=", "`bad_words`")),
         ({"generation_kwargs": {"min_tokens": 2}}, ("`min_tokens=2`", "leave it out")),
         ({"generation_kwargs": {"seed": 0}}, ("`seed=0`", "`speculation_selector='fixed'`")),
-        ({"vllm_model_impl": "transformers"}, ("`vllm_model_impl", "leave the argument out")),
     ],
 )
 def test_arguments(why, kwargs, words):

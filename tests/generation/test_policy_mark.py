@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from tlt_trl.generation.policy_mark import PolicyMark
+from tlt_trl.generation.policy_mark import SAMPLED_NUMBERS, PolicyMark
 
 
 @pytest.fixture
@@ -11,7 +11,7 @@ def policy():
 
 
 def mark(policy):
-    return PolicyMark.of(policy.parameters())
+    return PolicyMark.of(policy)
 
 
 def optimiser_step(policy):
@@ -47,4 +47,11 @@ def test_a_forward_pass_changes_nothing(policy):
 
 
 def test_parameters_that_are_elsewhere_are_marked_as_empty():
-    assert PolicyMark.of([torch.nn.Parameter(torch.empty(0))]).sample == b""
+    elsewhere = torch.nn.Module()
+    elsewhere.weight = torch.nn.Parameter(torch.empty(0))
+    assert mark(elsewhere).sample == b""
+
+
+def test_a_mark_is_small(policy):
+    # One copy of this goes to the CPU before every rollout.
+    assert len(mark(policy).sample) <= 4 * SAMPLED_NUMBERS * len(list(policy.parameters()))

@@ -32,14 +32,14 @@ def main():
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[i % len(cores)]) for i in range(2))
     args = colocated_arguments(output_dir, speculation_selector="fixed", speculation_activation_threshold=0, **options)
     trainer = StragglingTrainer(policy, text_reward, args, prompts(), eval_dataset=prompts(4))
-    drafter_before = [parameter.detach().clone() for parameter in trainer.drafter.parameters()]
+    drafter_before = [parameter.detach().clone() for parameter in trainer.drafter.trained_parameters()]
     if evaluate_first:
         trainer.evaluate()
     trainer.train()
     torch.save(trainer.accelerator.unwrap_model(trainer.model).state_dict(), f"{output_dir}/policy_{rank}.pt")
     result = {
         "logs": [log for log in trainer.state.log_history if "loss" in log],
-        "drafter_moved": not all(map(torch.equal, drafter_before, trainer.drafter.parameters())),
+        "drafter_moved": not all(map(torch.equal, drafter_before, trainer.drafter.trained_parameters())),
         "drafter_sum": sum(parameter.double().sum().item() for parameter in trainer.drafter.parameters()),
     }
     with open(f"{output_dir}/result_{rank}.json", "w") as file:

@@ -72,6 +72,44 @@ class ScriptedTrainer:
         return TrainingReport(steps=steps, time_s=seconds, step_time_s=seconds, tokens=steps)
 
 
+class ScriptedGuests:
+    """Two samples of other ranks come, each of which runs for a tenth of a second."""
+
+    def __init__(self, clock, arrivals_s):
+        self.clock, self.arrivals_s, self.log = clock, list(arrivals_s), []
+
+    def stand_by(self):
+        self.log.append("stand by")
+
+    def has_work(self):
+        return bool(self.arrivals_s) and self.clock.now_s >= self.arrivals_s[0]
+
+    def serve(self):
+        self.arrivals_s.pop(0)
+        self.log.append("serve")
+        self.clock.now_s += 0.125
+
+    def rest(self):
+        self.log.append("rest")
+        self.clock.now_s += 0.0625
+
+
+def test_samples_of_other_ranks_come_first_and_do_not_count_as_waited(clock):
+    wait, trainer = ScriptedWait(clock, 1.0), ScriptedTrainer(clock, step_s=0.0625)
+    guests = ScriptedGuests(clock, [clock() + 0.25, clock() + 0.5])
+    report = train_until_all_finished(trainer, wait, TARGET, guests=guests)
+    assert guests.log == ["stand by", "serve", "serve"] and wait.joined
+    assert report.steps == 4 + 2 + 6
+    assert (report.idle_s, report.idle_used_s) == (0.75, 0.75)
+
+
+def test_a_rank_with_nothing_to_train_on_waits_for_samples_of_others(clock):
+    wait, trainer = ScriptedWait(clock, 0.5), ScriptedTrainer(clock, step_s=0.0625, has_data=False)
+    guests = ScriptedGuests(clock, [clock() + 0.125])
+    train_until_all_finished(trainer, wait, TARGET, guests=guests)
+    assert guests.log == ["stand by", "rest", "rest", "serve", "rest", "rest", "rest", "rest"]
+
+
 def test_trains_through_the_whole_wait_and_stops_after_one_step(clock):
     wait, trainer = ScriptedWait(clock, 0.5), ScriptedTrainer(clock, step_s=0.0625)
     report = train_until_all_finished(trainer, wait, TARGET)

@@ -7,7 +7,7 @@ from tests.online_drafter.conftest import one_process, rollout
 
 from tlt_trl.drafter import FeatureBuffer
 from tlt_trl.drafter_saving import DrafterKeeper
-from tlt_trl.online_drafter import InactiveOnlineDrafter
+from tlt_trl.inactive_drafter import InactiveOnlineDrafter
 from tlt_trl.strategy import Strategy, make_selector
 from tlt_trl.telemetry.alarms import Alarms
 
@@ -122,6 +122,7 @@ class TestCheckpoint:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
         accelerator = one_process()
         accelerator.process_index, accelerator.num_processes = 8, 16
+        accelerator.gather = lambda tensor: tensor.repeat(16, 1)
         folder = save_checkpoint(make_keeper(accelerator=accelerator, save_on_each_node=True), tmp_path / "one")
         assert json.loads((folder / "drafter" / "training" / "complete.json").read_text())["ranks"] == [8]
 

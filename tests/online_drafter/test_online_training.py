@@ -5,7 +5,8 @@ import torch
 from tests.online_drafter.conftest import rollout
 
 from tlt_trl.idle.payback import PayBack
-from tlt_trl.online_drafter import InactiveOnlineDrafter, OnlineDrafter
+from tlt_trl.inactive_drafter import InactiveOnlineDrafter
+from tlt_trl.online_drafter import OnlineDrafter
 from tlt_trl.telemetry.alarms import Alarms
 
 

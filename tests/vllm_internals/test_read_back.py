@@ -9,6 +9,7 @@ from tlt_trl.vllm_internals.read_back import (
     fingerprint_of_weight,
     probe_vectors,
 )
+from tlt_trl.vllm_internals.weights import is_finite
 
 
 class Fused(nn.Module):
@@ -140,3 +141,15 @@ def test_probe_vectors_are_fixed_signs():
     assert set(probe_vectors(64).flatten().tolist()) == {-1, 1}
     assert torch.equal(probe_vectors(64), probe_vectors(64))
     assert probe_vectors(64).unique(dim=0).shape == probe_vectors(64).shape
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_finite_weights_are_told_from_broken_ones(dtype):
+    weight = torch.ones(3, 5, dtype=dtype)
+    assert is_finite(weight) and is_finite(torch.empty(0, dtype=dtype))
+    assert is_finite(weight * torch.finfo(dtype).max)  # whose sum overflows
+    for broken in (float("nan"), float("inf"), float("-inf")):
+        weight[1, 2] = broken
+        assert not is_finite(weight)
+    weight[0, 0] = float("inf")  # beside -inf, which a sum turns into NaN
+    assert not is_finite(weight)

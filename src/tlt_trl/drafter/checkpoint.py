@@ -9,7 +9,7 @@ import importlib.metadata
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from .configuration_drafter import DrafterConfig, default_aux_layer_ids
+from .disk import PendingFile, write_atomically
 from .privacy import options_only
 
 
@@ -69,20 +70,26 @@ class DrafterSnapshot:
 
     def write(self, directory: str | os.PathLike, provenance: Mapping[str, Any]) -> None:
         """
-        Writes to a folder that exists and reads back. Each file replaces its predecessor only once it is complete.
+        Writes to a folder that exists and reads back. The files replace their predecessors only once all are complete.
 
         Raises:
-            `OSError`: If what is read back differs from what was written.
+            `OSError`: If it cannot be written, or what is read back differs. What was there before stays.
         """
         directory = Path(directory)
-        config = self.config.to_json_string()
+        facts = json.dumps(dict(provenance), indent=2, sort_keys=True)
         write_atomically(
-            directory / WEIGHTS_NAME,
-            lambda path: save_file(self.weights, path, metadata={"format": "pt"}),
-            self._verify_weights,
+            [
+                PendingFile(directory / WEIGHTS_NAME, self._write_weights, self._verify_weights),
+                PendingFile.of_text(directory / CONFIG_NAME, self.config.to_json_string()),
+                PendingFile.of_text(directory / PROVENANCE_NAME, facts),
+            ]
         )
-        write_text_atomically(directory / CONFIG_NAME, config)
-        write_text_atomically(directory / PROVENANCE_NAME, json.dumps(dict(provenance), indent=2, sort_keys=True))
+
+    def _write_weights(self, path: Path) -> None:
+        try:
+            save_file(self.weights, path, metadata={"format": "pt"})
+        except SafetensorError as error:  # also a full disk is one
+            raise OSError(f"{path} was not written: {error}") from error
 
     def _verify_weights(self, path: Path) -> None:
         read = load_file(path)
@@ -93,41 +100,6 @@ class DrafterSnapshot:
         ]
         if wrong:
             raise OSError(f"{path} does not hold what was written to it. Tensors that differ: {', '.join(wrong)}.")
-
-
-def write_atomically(path: Path, write: Callable[[Path], Any], verify: Callable[[Path], None]) -> None:
-    """
-    Writes a file beside its place, reads it back, and moves it there once it is on the disk.
-
-    A full disk or a broken network file system shows here, not at the next start; who reads `path` finds either
-    nothing, the predecessor or the whole file, at whatever byte the writing stops.
-    """
-    partial = path.with_name(f"{path.name}.partial")
-    write(partial)
-    verify(partial)
-    _flush(partial)
-    partial.replace(path)
-    _flush(path.parent)  # the folder is what remembers the new name
-
-
-def _flush(path: Path) -> None:
-    """Returns when a file or folder is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_text_atomically(path: Path, text: str) -> None:
-    """[`write_atomically`] for a text, which gets a line end."""
-    text = text.rstrip("\n") + "\n"
-
-    def verify(partial: Path) -> None:
-        if partial.read_text() != text:
-            raise OSError(f"{partial} does not hold what was written to it.")
-
-    write_atomically(path, lambda partial: partial.write_text(text), verify)
 
 
 def run_facts() -> dict[str, Any]:

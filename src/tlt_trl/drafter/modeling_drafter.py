@@ -160,6 +160,24 @@ class Drafter(PreTrainedModel):
         """What training changes: all but a head that is the policy's."""
         return [parameter for parameter in self.parameters() if parameter.requires_grad]
 
+    def choose_vocabulary(self, draft_token_ids: Tensor) -> None:
+        """
+        Drafts over other tokens from now on, with the policy's head.
+
+        Args:
+            draft_token_ids (`torch.LongTensor` of shape (draft_vocab_size,)):
+                Sorted policy token ids, as many as before. [`copy_head`] must follow.
+
+        Raises:
+            `ValueError`: If the drafter has a head of its own, which was trained for its tokens.
+        """
+        if self.config.head != "policy":
+            raise ValueError("A head of its own is trained for its tokens; only the policy's head can get others.")
+        _check_draft_token_ids(draft_token_ids, self.config)
+        self.d2t.copy_(draft_token_ids - torch.arange(self.config.draft_vocab_size, device=draft_token_ids.device))
+        self.t2d.zero_()
+        self.t2d[draft_token_ids] = True
+
     @torch.no_grad()
     def copy_head(self, policy_head: Tensor) -> None:
         """Takes the rows of the draft vocabulary from a policy's head, of shape (vocab_size, hidden_size)."""

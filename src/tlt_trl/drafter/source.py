@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from .dataset_tokens import count_tokens
 from .initialization import parameters_to_read
 from .modeling_drafter import Drafter
-from .vocabulary import most_frequent_token_ids
+from .vocabulary import default_draft_vocab_size, most_frequent_token_ids
 
 
 def build_drafter(
@@ -36,8 +36,8 @@ def build_drafter(
         name_or_path (`str`, *optional*):
             Folder or Hub id of a drafter, when none is given.
         vocab_size (`int`, *optional*):
-            Size of the reduced vocabulary of a drafter that is initialised: the most frequent tokens of
-            `train_dataset`. `None` keeps the whole one.
+            Size of the draft vocabulary of a drafter that is initialised, which begins with the most frequent tokens
+            of `train_dataset`. `None` means [`~tlt_trl.drafter.vocabulary.default_draft_vocab_size`].
         train_dataset (`Iterable[dict]`, *optional*):
             Rows with texts or conversations.
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
@@ -69,17 +69,14 @@ def build_drafter(
 def _draft_token_ids(
     policy_vocab_size: int, size: int | None, train_dataset: Iterable[dict[str, Any]] | None, tokenizer: Any
 ) -> Tensor | None:
-    if size is None:
+    size = default_draft_vocab_size(policy_vocab_size) if size is None else size
+    if size == policy_vocab_size:
         return None
     if size > policy_vocab_size:
         raise ValueError(
-            f"`drafter_vocab_size` is {size}, larger than the policy's vocabulary of {policy_vocab_size}. Leave it "
-            "unset to draft over the whole vocabulary."
+            f"`drafter_vocab_size` is {size}, larger than the policy's vocabulary of {policy_vocab_size}. Set it to "
+            f"{policy_vocab_size} to draft over the whole vocabulary."
         )
-    if train_dataset is None:
-        raise ValueError(
-            "`drafter_vocab_size` needs a `train_dataset`, to count which tokens are frequent. Leave it unset, or "
-            "give a drafter that has its vocabulary, such as one from `tlt-trl warmup`."
-        )
-    counts = count_tokens(train_dataset, tokenizer, policy_vocab_size)
+    # Of tokens that are not counted, those with small ids come first, which tokenizers have learned first.
+    counts = count_tokens(train_dataset or [], tokenizer, policy_vocab_size)
     return most_frequent_token_ids(counts, size, always=tokenizer.all_special_ids)

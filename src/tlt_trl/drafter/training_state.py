@@ -4,13 +4,17 @@ The drafter's part of a trainer checkpoint: written in the background, and recog
 ```text
 checkpoint-N/drafter/
   config.json, model.safetensors, provenance.json   what the engines load, see `checkpoint.py`
+  training/policy_saved                             the policy's files of all ranks are whole
   training/rank_<i>.pt                              optimiser, random state, selector … of a rank
   training/buffer_<i>.pt                            its feature buffer, a file of its own that pushes leave out
+  training/rank_<i>.failed                          in place of them when they could not be written
   training/complete.json                            written last by the rank that writes the drafter
 ```
 
-Every file moves to its place when it is on the disk, so a checkpoint is whole when `complete.json` and the files that
-it names are there; a run killed at any byte leaves one that lacks something, never one that lies.
+Every file moves to its place when it is on the disk. The drafter is whole when `complete.json` and the files that it
+names are there, and the policy when `policy_saved` is; a run killed at any byte leaves a checkpoint that lacks
+something, never one that lies. What serves speed must not cost training: a run goes on from a whole policy whose
+drafter is torn, with the drafter of an older checkpoint.
 """
 
 import json
@@ -20,6 +24,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +32,8 @@ import torch
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from .checkpoint import DrafterSnapshot, write_atomically, write_text_atomically
+from .checkpoint import DrafterSnapshot
+from .disk import PendingFile, size_bytes, what_it_takes, write_atomically
 
 
 logger = logging.getLogger(__name__)
@@ -38,34 +44,81 @@ COMPLETE_NAME = "complete.json"
 BUFFER_KEY = "buffer"  # of a rank's state; holds prompts and answers as token ids
 BUFFER_FILES = f"{FOLDER_NAME}/{TRAINING_NAME}/buffer_*.pt"  # inside a checkpoint
 OF_A_RANK = ("rank_", "buffer_")
+POLICY_SAVED_NAME = "policy_saved"
 # Other ranks write at the same time; one that takes longer than this has most likely died.
 RANKS_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class SaveFailure:
+    """
+    A drafter that was not saved.
+
+    Args:
+        folder (`Path`):
+            Where it was to be.
+        needed_bytes (`int`):
+            What was to be written there.
+        error (`Exception`):
+            Why it was not.
+    """
+
+    folder: Path
+    needed_bytes: int
+    error: Exception
+
+    def __str__(self) -> str:
+        what = f"The drafter was not saved to {self.folder}: {type(self.error).__name__}: {self.error}."
+        return f"{what} {what_it_takes(self.folder, self.needed_bytes)}"
 
 
 class CheckpointWriter:
     """
     Writes one checkpoint at a time in a thread of its own.
 
-    Call [`clear`] on the rank that writes the drafter, let all ranks meet, then [`start`] on each of them. Errors are
-    logged when they happen and raised by the next [`join`].
+    Call [`clear`] and, when the policy is saved on all ranks, [`note_policy_saved`] on the rank that writes the
+    drafter, then [`start`] on each of them.
 
     Args:
         rank (`int`):
             This process.
         ranks (`Sequence[int]`):
             The processes that write to the same folder: all of them on a shared file system.
+        report (`Callable[[SaveFailure | None], None]`, *optional*):
+            Told, in that thread, how each write has ended.
     """
 
-    def __init__(self, rank: int, ranks: Sequence[int]):
+    def __init__(
+        self,
+        rank: int,
+        ranks: Sequence[int],
+        report: Callable[[SaveFailure | None], None] = lambda failure: None,
+    ):
         self.rank = rank
         self.ranks = list(ranks)
+        self._report = report
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="drafter-checkpoint")
         self._pending: Future | None = None
 
     def clear(self, folder: str | os.PathLike) -> None:
-        """Makes an empty folder, in place of what an interrupted run may have left there."""
-        shutil.rmtree(folder, ignore_errors=True)
+        """
+        Makes an empty folder, in place of what an interrupted run may have left there: the checkpoint counts as torn.
+
+        Raises:
+            `OSError`: If it cannot be made.
+        """
+        if Path(folder).exists():
+            shutil.rmtree(folder)
         (Path(folder) / TRAINING_NAME).mkdir(parents=True)
+
+    def note_policy_saved(self, folder: str | os.PathLike) -> None:
+        """
+        From here on a run can go on from the checkpoint, whatever becomes of its drafter.
+
+        Raises:
+            `OSError`: If that cannot be noted.
+        """
+        (Path(folder) / TRAINING_NAME / POLICY_SAVED_NAME).touch()
 
     def start(
         self,
@@ -88,46 +141,79 @@ class CheckpointWriter:
             provenance (`Mapping[str, Any]`, *optional*):
                 Content of `provenance.json`.
             then (`Callable[[], None]`, *optional*):
-                Called by the rank that writes the drafter when the files of all ranks are there, for example to delete
-                older checkpoints.
+                Called by the rank that writes the drafter when all ranks have written or given up, for example to
+                delete older checkpoints. What was not written is then tried once more.
         """
         self.join()
         arguments = (Path(folder), rank_state, drafter, provenance, then)
         self._pending = self._executor.submit(self._write, *arguments)
 
     def join(self) -> None:
-        """Waits for the write that was begun last and raises what went wrong in it."""
+        """Waits for the write that was begun last."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
 
     def _write(self, folder: Path, rank_state, drafter, provenance, then) -> None:
-        try:
-            if rank_state is not None:
-                _save_rank(folder / TRAINING_NAME, self.rank, rank_state)
-            if drafter is None:
-                return
-            drafter.write(folder, provenance)
-            files = [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(OF_A_RANK)]
-            complete = {
-                "sizes_bytes": {str(path.relative_to(folder)): path.stat().st_size for path in sorted(files)},
-                "ranks": self.ranks if rank_state is not None else [],
-            }
-            write_text_atomically(folder / TRAINING_NAME / COMPLETE_NAME, json.dumps(complete, indent=2))
-            if then is not None and self._wait_for_other_ranks(folder):
-                then()
-        except Exception:
-            logger.exception("The drafter was not saved to %s. The error is raised at the next save.", folder)
-            raise
+        failure = self._try(folder, rank_state, drafter, provenance)
+        if then is not None and self._wait_for_other_ranks(folder, rank_state is not None):
+            then()
+            if failure is not None:  # where checkpoints have gone there may be room now
+                failure = self._try(folder, rank_state, drafter, provenance)
+        self._report(failure)
 
-    def _wait_for_other_ranks(self, folder: Path) -> bool:
+    def _try(self, folder: Path, rank_state, drafter, provenance) -> SaveFailure | None:
+        """The drafter first, which is worth more than what it is trained with; one may fit where both do not."""
+        try:
+            if drafter is not None:
+                drafter.write(folder, provenance)
+            failure = None if rank_state is None else self._try_state(folder, rank_state)
+            if drafter is not None:
+                ranks = self.ranks if rank_state is not None and failure is None else []
+                _write_complete(folder, ranks)
+            return failure
+        except Exception as error:  # whatever it is, the policy's training is worth more
+            logger.info("Traceback of a drafter that was not saved", exc_info=error)
+            weights_bytes = 0 if drafter is None else size_bytes(drafter.weights)
+            return SaveFailure(folder, weights_bytes + size_bytes(rank_state), error)
+
+    def _try_state(self, folder: Path, rank_state: Mapping[str, Any]) -> SaveFailure | None:
+        training = folder / TRAINING_NAME
+        failed = training / f"rank_{self.rank}.failed"
+        try:
+            failed.unlink(missing_ok=True)
+            write_atomically(_files_of_rank(training, self.rank, rank_state))
+        except OSError as error:
+            if training.is_dir():
+                failed.touch()  # others must not wait for it
+            return SaveFailure(folder, size_bytes(rank_state), error)
+        return None
+
+    def _wait_for_other_ranks(self, folder: Path, save_state: bool) -> bool:
+        training = folder / TRAINING_NAME
+        awaited = {rank for rank in self.ranks if save_state and rank != self.rank}
         deadline = time.monotonic() + RANKS_TIMEOUT_S
-        while problem := what_is_missing(folder):
-            if time.monotonic() > deadline:
-                logger.warning("Older checkpoints are kept: %s", problem)
+        while True:
+            awaited = {rank for rank in awaited if not _has_ended(training, rank)}
+            if not awaited:
+                return True
+            if time.monotonic() > deadline or not training.is_dir():
+                logger.warning("Older checkpoints are kept: ranks %s have not saved to %s.", sorted(awaited), folder)
                 return False
             time.sleep(0.05)
-        return True
+
+
+def _has_ended(training: Path, rank: int) -> bool:
+    return any((training / f"rank_{rank}.{end}").is_file() for end in ("pt", "failed"))
+
+
+def _write_complete(folder: Path, ranks: Sequence[int]) -> None:
+    """Of the files that this rank has written, which are all but the states of ranks."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    files = [path for path in files if not path.name.startswith(OF_A_RANK) and path.name != COMPLETE_NAME]
+    sizes = {str(path.relative_to(folder)): path.stat().st_size for path in sorted(files)}
+    text = json.dumps({"sizes_bytes": sizes, "ranks": list(ranks)}, indent=2)
+    write_atomically([PendingFile.of_text(folder / TRAINING_NAME / COMPLETE_NAME, text)])
 
 
 def cpu_copy(state: Any) -> Any:
@@ -141,11 +227,12 @@ def cpu_copy(state: Any) -> Any:
     return state
 
 
-def _save_rank(training: Path, rank: int, state: Mapping[str, Any]) -> None:
+def _files_of_rank(training: Path, rank: int, state: Mapping[str, Any]) -> list[PendingFile]:
     """The file that makes a rank's state whole comes last."""
-    if BUFFER_KEY in state:
-        _save(training / f"buffer_{rank}.pt", state[BUFFER_KEY])
-    _save(training / f"rank_{rank}.pt", {name: part for name, part in state.items() if name != BUFFER_KEY})
+    rest = {name: part for name, part in state.items() if name != BUFFER_KEY}
+    parts = {training / f"buffer_{rank}.pt": state[BUFFER_KEY]} if BUFFER_KEY in state else {}
+    parts[training / f"rank_{rank}.pt"] = rest
+    return [PendingFile(path, _saver(part), _check_readable) for path, part in parts.items()]
 
 
 def _load_rank(training: Path, rank: int) -> dict[str, Any]:
@@ -159,8 +246,15 @@ def _load(path: Path) -> dict[str, Any]:
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
-def _save(path: Path, state: Mapping[str, Any]) -> None:
-    write_atomically(path, lambda partial: torch.save(state, partial), _check_readable)
+def _saver(state: Mapping[str, Any]) -> Callable[[Path], None]:
+    def save(path: Path) -> None:
+        try:
+            with path.open("wb") as file:
+                torch.save(state, file)
+        except RuntimeError as error:  # torch's, over the system's own that says what is wrong
+            raise OSError(f"{path} was not written: {error.__context__}") from error
+
+    return save
 
 
 def _check_readable(path: Path) -> None:
@@ -179,16 +273,13 @@ def what_is_missing(folder: str | os.PathLike) -> str | None:
     folder = Path(folder)
     path = folder / TRAINING_NAME / COMPLETE_NAME
     if not path.is_file():
-        return f"{path} is missing: the run ended while the drafter was being saved."
+        return f"{path} is missing: the run ended while the drafter was being saved, or it could not be saved."
     complete = json.loads(path.read_text())
-    for name, size_bytes in complete["sizes_bytes"].items():
+    for name, expected_bytes in complete["sizes_bytes"].items():
         if not (folder / name).is_file():
             return f"{folder / name} is missing."
-        if (folder / name).stat().st_size != size_bytes:
-            return f"{folder / name} has {(folder / name).stat().st_size} bytes instead of {size_bytes}."
-    for rank in complete["ranks"]:
-        if not (folder / TRAINING_NAME / f"rank_{rank}.pt").is_file():
-            return f"{folder / TRAINING_NAME / f'rank_{rank}.pt'} is missing: rank {rank} ended before it was saved."
+        if (folder / name).stat().st_size != expected_bytes:
+            return f"{folder / name} has {(folder / name).stat().st_size} bytes instead of {expected_bytes}."
     return None
 
 
@@ -205,18 +296,21 @@ def load_training_state(folder: str | os.PathLike, rank: int, ranks: Sequence[in
             As in [`CheckpointWriter`].
 
     Returns:
-        `dict[str, Any]` or `None`: State of this rank; `None` where only weights were saved, or by other ranks.
+        `dict[str, Any]` or `None`: State of this rank; `None` where only weights were saved, by other ranks, or not by
+        all of them.
     """
     training = Path(folder) / TRAINING_NAME
     saved_ranks = json.loads((training / COMPLETE_NAME).read_text())["ranks"]
-    if saved_ranks == list(ranks):
+    missing = [saved for saved in saved_ranks if not (training / f"rank_{saved}.pt").is_file()]
+    if saved_ranks == list(ranks) and not missing:
         return _load_rank(training, rank)
     if saved_ranks:
         logger.warning(
-            "%s was written by ranks %s, this run has ranks %s: only the weights of the drafter are taken, its "
+            "%s was written by ranks %s%s, this run has ranks %s: only the weights of the drafter are taken, its "
             "optimiser, feature buffer and selector begin anew.",
             folder,
             saved_ranks,
+            f", without the state of {missing}" if missing else "",
             list(ranks),
         )
     return None
@@ -224,10 +318,7 @@ def load_training_state(folder: str | os.PathLike, rank: int, ranks: Sequence[in
 
 def newest_whole_checkpoint(output_dir: str | os.PathLike) -> str | None:
     """
-    The newest checkpoint of a trainer from which a run can go on, names the newer ones that are torn.
-
-    transformers writes `trainer_state.json` after the policy, its optimiser and the random state, and the drafter
-    comes after that, so a checkpoint with both has everything.
+    The newest checkpoint of a trainer from which the policy's training can go on, names the newer ones that are torn.
 
     Returns:
         `str` or `None`: Folder of the checkpoint; `None` where there is no checkpoint at all.
@@ -235,13 +326,9 @@ def newest_whole_checkpoint(output_dir: str | os.PathLike) -> str | None:
     Raises:
         `ValueError`: If there are checkpoints and all are torn.
     """
-    prefix = f"{PREFIX_CHECKPOINT_DIR}-"
-    folders = [folder for folder in Path(output_dir).glob(f"{prefix}*") if folder.name.removeprefix(prefix).isdigit()]
     problems = []
-    for folder in sorted(folders, key=lambda folder: int(folder.name.removeprefix(prefix)), reverse=True):
-        problem = _state_problem(folder / TRAINER_STATE_NAME)
-        if problem is None and (folder / FOLDER_NAME).is_dir():
-            problem = what_is_missing(folder / FOLDER_NAME)
+    for folder in _checkpoints(Path(output_dir)):
+        problem = _state_problem(folder / TRAINER_STATE_NAME) or policy_problem(folder)
         if problem is None:
             return str(folder)
         logger.warning("Not resuming from %s: %s", folder, problem)
@@ -249,6 +336,50 @@ def newest_whole_checkpoint(output_dir: str | os.PathLike) -> str | None:
     if problems:
         raise ValueError(f"No checkpoint in {output_dir} is whole. {' '.join(problems)}")
     return None
+
+
+def newest_whole_drafter(checkpoint: str | os.PathLike) -> str | None:
+    """
+    The `drafter` folder of a checkpoint or, where that is torn, of the newest older one beside it; says so.
+
+    Returns:
+        `str` or `None`: The folder; `None` where no drafter of these is whole.
+    """
+    checkpoint = Path(checkpoint)
+    siblings = _checkpoints(checkpoint.absolute().parent)
+    older = [folder for folder in siblings if _step(folder) < _step(checkpoint)] if _is_numbered(checkpoint) else []
+    for folder in (checkpoint, *older):
+        if not (folder / FOLDER_NAME).is_dir():
+            continue
+        problem = what_is_missing(folder / FOLDER_NAME)
+        if problem is None:
+            return str(folder / FOLDER_NAME)
+        logger.warning("The drafter of %s is not whole and is not taken: %s", folder, problem)
+    return None
+
+
+def _checkpoints(output_dir: Path) -> list[Path]:
+    """The newest first."""
+    folders = [folder for folder in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if _is_numbered(folder)]
+    return sorted(folders, key=_step, reverse=True)
+
+
+def _is_numbered(checkpoint: Path) -> bool:
+    prefix, _, step = checkpoint.name.rpartition("-")
+    return prefix == PREFIX_CHECKPOINT_DIR and step.isdigit()
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.rpartition("-")[2])
+
+
+def policy_problem(checkpoint: str | os.PathLike) -> str | None:
+    """Says why a run cannot go on with the policy of a checkpoint, where the drafter's part of it shows that."""
+    training = Path(checkpoint) / FOLDER_NAME / TRAINING_NAME
+    if not training.parent.is_dir() or (training / COMPLETE_NAME).is_file():
+        return None
+    path = training / POLICY_SAVED_NAME
+    return None if path.is_file() else f"{path} is missing: the run ended while the policy was being saved."
 
 
 def _state_problem(path: Path) -> str | None:

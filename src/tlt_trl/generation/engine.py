@@ -21,6 +21,7 @@ from ..vllm_internals.parts import EngineParts
 from ..vllm_internals.proposer import SteeredProposer
 from ..vllm_internals.requests import accept_requests_for_plain_steps
 from ..vllm_internals.scheduler import EngineStep, SteeredScheduler
+from ..vllm_internals.unfinished import EngineRequests
 from ..vllm_internals.weights import EngineWeights
 from .lookup import LookupDrafter
 from .sampling_parameters import inexact_parameter, remedy_for
@@ -49,6 +50,8 @@ class RolloutEngine:
     Attributes:
         weights ([`~tlt_trl.vllm_internals.weights.EngineWeights`]):
             Policy and drafter inside the engine.
+        requests ([`~tlt_trl.vllm_internals.unfinished.EngineRequests`]):
+            Its unfinished requests, which can be taken out between two steps.
         proposer ([`~tlt_trl.vllm_internals.proposer.SteeredProposer`], *optional*):
             `None` in a plain engine.
         lookup ([`LookupDrafter`]):
@@ -67,6 +70,7 @@ class RolloutEngine:
         self.llm = llm
         self._parts = parts = EngineParts.of(llm)
         self.weights = EngineWeights(parts)
+        self.requests = EngineRequests(parts)
         self.proposer: SteeredProposer | None = None
         max_draft_tokens = 0
         if parts.speculative_config is not None:
@@ -130,6 +134,15 @@ class RolloutEngine:
     @choose.setter
     def choose(self, choose: Callable[[int], Strategy]) -> None:
         self._scheduler.choose = choose
+
+    @property
+    def on_request(self) -> Callable[["SamplingParams"], None]:
+        """Told of the sampling parameters of every request that comes, whoever has made it."""
+        return self._scheduler.on_request
+
+    @on_request.setter
+    def on_request(self, on_request: Callable[["SamplingParams"], None]) -> None:
+        self._scheduler.on_request = on_request
 
     def _look_up(self, request_id, prompt, answer, num_draft_tokens) -> list[int]:
         return self.lookup.propose(request_id, prompt, answer, num_draft_tokens)

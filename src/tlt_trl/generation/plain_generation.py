@@ -11,7 +11,7 @@ from ..drafter.modeling_drafter import Drafter
 from ..upstream import replaced_llm
 from ..vllm_internals.parts import EngineParts
 from ..vllm_internals.weights import EngineWeights
-from .policy_checks import why_unsupported
+from .policy_checks import check_model_class, why_unsupported
 from .speculative_generation import SpeculativeVLLMGeneration
 
 
@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+
+INACTIVE = (
+    "Speculative rollouts and drafter training are inactive: they need `use_vllm=True` and `vllm_mode='colocate'`. "
+    "This run is TRL's GRPOTrainer."
+)
 
 
 class PlainVLLMGeneration(VLLMGeneration):
@@ -72,6 +77,7 @@ def build_generation(
     Raises:
         `ValueError`: If the run cannot speculate and `speculation_on_unsupported="error"`.
     """
+    check_model_class({"model_impl": args.vllm_model_impl} | cast(dict, args.vllm_engine_kwargs or {}))
     reason = why_unsupported(args, kwargs["model"])
     if reason is None:
         return SpeculativeVLLMGeneration(args=args, drafter=drafter, train_dataset=train_dataset, **kwargs)

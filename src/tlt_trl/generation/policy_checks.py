@@ -1,7 +1,7 @@
 """Can this run speculate? Asked when the policy is loaded, before an engine is built."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import is_peft_model
 from peft import PeftModel
@@ -9,7 +9,12 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from ..drafter.configuration_drafter import SUPPORTED_POLICY_TYPES
 from ..drafter.initialization import inner_language_model
-from ..vllm_internals.contract import no_auxiliary_states_message, supports_eagle3, why_vllm_is_unsupported
+from ..vllm_internals.contract import (
+    UnsupportedEngineError,
+    no_auxiliary_states_message,
+    supports_eagle3,
+    why_vllm_is_unsupported,
+)
 from .sampling_parameters import why_config_is_inexact
 
 
@@ -30,11 +35,6 @@ def why_unsupported(args: "TLTGRPOConfig", policy: PreTrainedModel | PeftModel) 
     Returns:
         `str` or `None`: The reason and what would bring speculation back, in words; `None` when nothing does.
     """
-    if args.vllm_model_impl == "transformers":
-        return (
-            "`vllm_model_impl='transformers'` was not tried with a drafter. Speculation comes back with vLLM's own "
-            "implementation of the policy: leave the argument out."
-        )
     return why_vllm_is_unsupported() or why_config_is_inexact(args) or why_policy_is_unsupported(policy)
 
 
@@ -88,4 +88,19 @@ def check_embedding_rows(policy: PreTrainedModel | PeftModel, trust_remote_code:
             f"The policy's embedding has {in_memory} rows, but vLLM builds its engine from {name}, whose embedding "
             f"has {saved}. Was `resize_token_embeddings` called on the loaded model? Save the resized model and its "
             "tokenizer with `save_pretrained`, and pass that folder to the trainer."
+        )
+
+
+def check_model_class(engine_kwargs: Mapping[str, Any]) -> None:
+    """
+    Raises an [`UnsupportedEngineError`] for vLLM's Transformers backend.
+
+    It decorates the class of the policy itself, so that from then on the trainer's own copy raises `AttributeError:
+    'do_not_compile'` in its forward pass (vLLM 0.31; TRL's GRPOTrainer ends the same way).
+    """
+    if engine_kwargs.get("model_impl") == "transformers":
+        raise UnsupportedEngineError(
+            "vLLM's Transformers backend (`vllm_model_impl='transformers'`) changes the policy's own class, so that "
+            "the trainer's copy of the policy cannot run in the same process. Use `vllm_model_impl='vllm'`, or "
+            "`vllm_mode='server'`, which runs without speculation."
         )

@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
+from ..drafter.disk import free_bytes, size_bytes, what_it_takes
 from ..drafter.modeling_drafter import Drafter
 
 
@@ -91,12 +92,13 @@ def save_for_engine(drafter: Drafter, folder: str | os.PathLike) -> None:
     Raises:
         `OSError`: If the disk is too small; the message names the folder, what is needed and what is free.
     """
-    needed = sum(tensor.numel() * tensor.element_size() for _, tensor in drafter.vllm_weights())
-    stats = os.statvfs(folder)
-    free = stats.f_bavail * stats.f_frsize
-    if free < needed:
+    needed_bytes = sum(size_bytes(tensor) for _, tensor in drafter.vllm_weights())
+    try:
+        if free_bytes(folder) < needed_bytes:
+            raise OSError("There is not enough room.")
+        drafter.save_pretrained(folder)
+    except OSError as error:
         raise OSError(
-            f"The drafter that the engine loads takes {needed} bytes, and {Path(folder).parent} has {free} free. Set "
-            "the environment variable TMPDIR to a folder with more room."
-        )
-    drafter.save_pretrained(folder)
+            f"The drafter that the engine loads was not saved to {Path(folder).parent}: {error} "
+            f"{what_it_takes(folder, needed_bytes)} Set TMPDIR to a folder with more room."
+        ) from error

@@ -1,7 +1,8 @@
 """Steps the engine until every sample is finished; the selector chooses each step and hears what it did."""
 
+from collections import Counter
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from ..strategy import Selector, StepLedger, Strategy
 from .engine import EngineStep, RolloutEngine
@@ -10,7 +11,7 @@ from .lookup import LookupDrafter
 
 
 if TYPE_CHECKING:
-    from vllm import RequestOutput
+    from vllm import RequestOutput, SamplingParams
 
 
 @dataclass(slots=True)
@@ -110,6 +111,29 @@ class RolloutStats:
         return self.emitted_tokens / self.time_s if self.time_s else 0.0
 
 
+class SampleMover(Protocol):
+    """What moves samples between this engine and those of other ranks, between two steps."""
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether samples of this rank are elsewhere, so that its rollout is not over."""
+
+    def between_steps(self) -> list["RequestOutput"]:
+        """Moves what is to be moved; returns samples of this rank that have ended elsewhere."""
+
+    def keep_own(self, finished: list["RequestOutput"]) -> list["RequestOutput"]:
+        """Sends samples of others home and returns those of this rank, whole."""
+
+    def observe(self, step: EngineStep) -> None:
+        """Hears what a step did."""
+
+    def rest(self) -> None:
+        """Waits a moment for something to come."""
+
+    def abort(self) -> None:
+        """The rollout has failed: samples of others go home."""
+
+
 class RolloutLoop:
     """
     Runs the engine until all requests are finished.
@@ -130,8 +154,18 @@ class RolloutLoop:
         self.disabled: set[str] = set()  # reasons for which speculation is off, whatever the selector says
         self.ledger = StepLedger(selector)
         self.lookup = LookupDrafter()
+        self.mover: SampleMover | None = None
         self._looks_up = any(strategy.method == "ngram" for strategy in selector.strategies)
         self._context_tokens = 0
+        self.temperatures: Counter[float] = Counter()  # of requests, until somebody clears it
+        engine.on_request = self._note_request
+
+    def _note_request(self, params: "SamplingParams") -> None:
+        self.temperatures[params.temperature] += 1
+
+    def temperature(self, default: float) -> float:
+        """What most requests are sampled at; `default` when there were none."""
+        return self.temperatures.most_common(1)[0][0] if self.temperatures else default
 
     def _choose(self, batch_size: int) -> Strategy:
         if self.leaders_choice is None:
@@ -157,24 +191,46 @@ class RolloutLoop:
             self.leaders_choice.start_rollout()
         self.lookup.start_rollout()
         self._context_tokens = 0  # what the last rollout ended with is gone
+        return sorted(self._run_until_finished(), key=lambda output: int(output.request_id))
+
+    def serve(self) -> None:
+        """Runs samples of others that have come when the rollout of this rank was over, until they have gone home."""
+        self._run_until_finished()
+
+    def _run_until_finished(self) -> list["RequestOutput"]:
         finished = []
         try:
-            while self.engine.has_unfinished_requests():
+            while self._is_unfinished():
                 finished += self._step()
         except BaseException:  # an interrupt in a notebook, whose next cell goes on with this engine
+            if self.mover is not None:
+                self.mover.abort()
             self.engine.abort_unfinished()
             raise
-        return sorted(finished, key=lambda output: int(output.request_id))
+        return finished
+
+    def _is_unfinished(self) -> bool:
+        return self.engine.has_unfinished_requests() or (self.mover is not None and self.mover.holds_back)
 
     def _step(self) -> list["RequestOutput"]:
         """Runs one engine step; returns the requests that have finished in it."""
-        outputs, step = self.engine.step()
-        finished = [output for output in outputs if output.finished]
+        finished = [] if self.mover is None else self.mover.between_steps()
+        if self.engine.has_unfinished_requests():
+            finished += self._engine_step()
+        elif self.mover is not None and not finished:
+            self.mover.rest()
         for output in finished:
             self._remember(output)
+        return finished
+
+    def _engine_step(self) -> list["RequestOutput"]:
+        outputs, step = self.engine.step()
         if step is not None:
             self._observe(step)
-        return finished
+            if self.mover is not None:
+                self.mover.observe(step)
+        finished = [output for output in outputs if output.finished]
+        return finished if self.mover is None else self.mover.keep_own(finished)
 
     def _remember(self, output: "RequestOutput") -> None:
         """Lets the lookup see the answer, for the samples of the same prompt that still run or will."""

@@ -18,7 +18,7 @@ from ..telemetry.alarms import Alarms
 from ..telemetry.metrics import rollout_metrics
 from ..telemetry.reduce import sum_over_ranks
 from ..telemetry.timeline import WEIGHT_SYNC, NoTimeline, Timeline
-from ..upstream import replaced_llm, version_of
+from ..upstream import adapters_for_push, replaced_llm, version_of
 from ..vllm_internals.llm import make_rollout_llm_class
 from ..vllm_internals.prepare import prepare_vllm
 from ..vllm_internals.weights import WeightMismatchError
@@ -26,6 +26,7 @@ from .canary import InexactEngineError, failure_message, run_canary
 from .cuda_graphs import plan_cuda_graphs
 from .drafter_lag import DrafterLag
 from .engine import RolloutEngine
+from .finite_policy import check_adapters
 from .leader import LeadersChoice
 from .policy_checks import check_embedding_rows
 from .policy_mark import PolicyMark
@@ -172,8 +173,10 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
                 "`vllm_max_model_length`, or choose shorter `speculation_strategies`."
             )
         is_probabilistic = any(strategy.draft_sampling == "probabilistic" for strategy in args.strategies)
+        further = kwargs.pop("speculative_config", None) or {}
+        own = speculative_config(drafter_dir, longest, kwargs["max_num_seqs"], is_probabilistic)
         return make_rollout_llm_class(llm_class)(
-            speculative_config=speculative_config(drafter_dir, longest, kwargs["max_num_seqs"], is_probabilistic),
+            speculative_config=further | own,  # the config refuses keys that are in both
             # Without statistics the scheduler counts no drafts.
             disable_log_stats=False,
             **kwargs,
@@ -223,15 +226,18 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
             empty_cache()
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
+        self._synced_mark = None  # a push that ends halfway leaves an engine that holds neither policy
         with failing_together(self.accelerator):
-            self.engine.push_policy(self._policy_weights(), verify=self.args.vllm_verify_weight_sync)
+            check_adapters(self.model)
+            with adapters_for_push(self.model, PolicyMark.of(self.model).has_disabled_adapters):
+                self.engine.push_policy(self._policy_weights(), verify=self.args.vllm_verify_weight_sync)
         if self.is_exact:
             push_started = time.perf_counter()
             self._push_drafter()
             self._drafter_push_s += time.perf_counter() - push_started
         self.engine.reset_prefix_cache()
         # Not before: TRL merges adapters into the weights for the push and takes them out again.
-        self._synced_mark = PolicyMark.of(self.model.parameters())
+        self._synced_mark = PolicyMark.of(self.model)
         self._sync_s += time.perf_counter() - started
 
     def holds_policy(self) -> bool:
@@ -241,7 +247,7 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
 
         Every rank must call it, for all of them sync or none.
         """
-        changed = float(PolicyMark.of(self.model.parameters()) != self._synced_mark)
+        changed = float(PolicyMark.of(self.model) != self._synced_mark)
         changed_ranks = self.accelerator.reduce(torch.tensor([changed], device=self.accelerator.device), "sum")
         return not changed_ranks.item()
 
@@ -275,10 +281,8 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
             return False
         if "not_paying" in self.rollout_loop.disabled:
             return True
-        # A head that follows the policy changes with it. Sleep level 2 discards the drafter's weights too, and
-        # silently: text stays right, acceptance falls to 1.0.
-        is_lasting = self.drafter.config.head != "policy" and not self.enable_sleep_mode
-        return is_lasting and self._pushed_versions == self._drafter_versions()
+        # Sleep level 2 discards the drafter's weights too, and silently: text stays right, acceptance falls to 1.0.
+        return not self.enable_sleep_mode and self._pushed_versions == self._drafter_versions()
 
     def _drafter_versions(self) -> tuple[int, ...]:
         return tuple(version_of(parameter) for parameter in self.drafter.parameters())
@@ -293,6 +297,11 @@ class SpeculativeVLLMGeneration(VLLMGeneration):
                 head = weight.detach().to(torch.bfloat16, copy=True)
             yield name, weight
         self.policy_lm_head = self.policy_embedding if head is None else head
+
+    @property
+    def sampled_temperature(self) -> float:
+        """What this rollout is sampled at: `generation_kwargs` or a `rollout_func` may say another than the config."""
+        return self.rollout_loop.temperature(default=self.args.temperature)
 
     # ---- what a rollout did ----------------------------------------------------------------------------------------
 

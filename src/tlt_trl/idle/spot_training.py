@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from typing import Protocol
 
 from torch import Tensor
 
@@ -27,6 +28,22 @@ PATIENCE_S = 0.05
 
 # Embedding and head of the policy, each of shape (vocab_size, hidden_size).
 PolicyCopy = tuple[Tensor, Tensor]
+
+
+class Guests(Protocol):
+    """Unfinished samples of other ranks, which a rank that waits may run."""
+
+    def stand_by(self) -> None:
+        """From now on they may come."""
+
+    def has_work(self) -> bool:
+        """Whether some have come; never blocks."""
+
+    def serve(self) -> None:
+        """Runs them."""
+
+    def rest(self) -> None:
+        """Waits a moment for them."""
 
 
 def train_safely(
@@ -58,10 +75,13 @@ def train_until_all_finished(
     trainer: DrafterTrainer,
     wait: StragglerWait,
     policy: PolicyCopy,
-    while_training: AbstractContextManager | None = None,
+    while_training: Callable[[], AbstractContextManager] = nullcontext,
+    guests: Guests | None = None,
 ) -> TrainingReport:
     """
     Trains the drafter one optimiser step at a time until the last rank has finished its rollout.
+
+    Samples of other ranks come first: they end the wait sooner.
 
     It holds no collective, and the step that the end comes in is abandoned, so a rank that trains delays nobody by
     more than a part of a step. A buffer with nothing to learn from leaves a plain wait.
@@ -73,8 +93,10 @@ def train_until_all_finished(
             Announced for this rollout.
         policy (`tuple[torch.Tensor, torch.Tensor]`):
             Embedding and head of the policy.
-        while_training (`ContextManager`, *optional*):
+        while_training (`Callable[[], ContextManager]`, *optional*):
             Entered for the time of the training.
+        guests ([`Guests`], *optional*):
+            Samples that other ranks may send; the time in which they run does not count as waited.
 
     Returns:
         [`TrainingReport`]: With the time waited, used and outlived.
@@ -83,17 +105,60 @@ def train_until_all_finished(
         [`StragglerError`]: If a rank did not finish within the deadline.
     """
     started = time.perf_counter()
-    report = TrainingReport()
-    if not wait.all_finished():
-        with nullcontext() if while_training is None else while_training:
-            report = train_safely(trainer, policy, stop=wait.all_finished, max_step_s=MAX_STEP_S)
+    report, served_s = TrainingReport(), 0.0
+    if guests is None:
+        if not wait.all_finished():
+            with while_training():
+                report = train_safely(trainer, policy, stop=wait.all_finished, max_step_s=MAX_STEP_S)
+    else:
+        report, served_s = _train_and_serve(trainer, wait, policy, while_training, guests)
     trained = time.perf_counter()
     wait.join()
     return with_idle_time(
         report,
-        idle_s=max(0.0, wait.finished_at_s - started),
+        idle_s=max(0.0, wait.finished_at_s - started - served_s),
         stop_latency_s=max(0.0, trained - max(started, wait.finished_at_s)),
     )
+
+
+def _train_and_serve(
+    trainer: DrafterTrainer,
+    wait: StragglerWait,
+    policy: PolicyCopy,
+    while_training: Callable[[], AbstractContextManager],
+    guests: Guests,
+) -> tuple[TrainingReport, float]:
+    """What was trained between guests, and the seconds in which they ran."""
+    report, served_s = TrainingReport(), 0.0
+    guests.stand_by()
+    while not wait.all_finished():
+        with while_training():
+            report += train_safely(
+                trainer, policy, stop=lambda: wait.all_finished() or guests.has_work(), max_step_s=MAX_STEP_S
+            )
+        while not (wait.all_finished() or guests.has_work()):
+            guests.rest()  # there is nothing left to train on
+        if guests.has_work():
+            began_s = time.perf_counter()
+            guests.serve()
+            served_s += time.perf_counter() - began_s
+    return report, served_s
+
+
+def serve_until_all_finished(wait: StragglerWait, guests: Guests) -> None:
+    """
+    Runs samples of other ranks until the last rank has finished its rollout, in a run that trains nothing at present.
+
+    Raises:
+        [`StragglerError`]: If a rank did not finish within the deadline.
+    """
+    guests.stand_by()
+    while not wait.all_finished():
+        if guests.has_work():
+            guests.serve()
+        else:
+            guests.rest()
+    wait.join()
 
 
 def with_idle_time(report: TrainingReport, idle_s: float, stop_latency_s: float) -> TrainingReport:

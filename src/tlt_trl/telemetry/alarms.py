@@ -52,6 +52,11 @@ ADVICE = {
         "answer long enough to predict a token of. Are answers cut to nothing, or `feature_buffer_tokens` shorter "
         "than one of them?"
     ),
+    "drafter_not_saved": (
+        "The run goes on, the policy's checkpoint is not affected, and the next save tries again. A run that is "
+        "resumed from here takes the drafter of an older checkpoint. If the disk is full, make room; most bytes are "
+        "the feature buffer's (`feature_buffer_tokens`), and `save_only_model=True` saves none of them."
+    ),
 }
 
 
@@ -131,3 +136,5 @@ class Alarms:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what `state_dict` returned."""
         vars(self).update(copy.deepcopy(state))
+        # What could be loaded was saved, and the alarms of an older version were fewer.
+        self.active = dict.fromkeys(ADVICE, False) | self.active | {"drafter_not_saved": False}

@@ -3,23 +3,30 @@ Records what every rank does and when: intervals in one JSONL file per rank, and
 
 Intervals do not overlap: one that begins inside another interrupts it. Their number per training step is fixed: engine
 steps and optimiser steps of the drafter have none. Each interval takes one short line and about ten microseconds.
+
+A file holds all runs of an `output_dir` one after the other: a run that is resumed adds to it. Each begins with a line
+that says which run of the folder it is, the same number on all ranks.
 """
 
 import json
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+
+logger = logging.getLogger(__name__)
 
 ROLLOUT = "rollout"
 WEIGHT_SYNC = "weight sync"
 WAITING = "waiting"
 DRAFTER_TRAINING = "drafter training"
 MERGING = "merging drafters"
+GUESTS = "samples of other ranks"
 SCORING = "scoring"
 POLICY_TRAINING = "policy training"
 
@@ -29,6 +36,7 @@ COLORS = {
     WAITING: "#d6d6d6",
     DRAFTER_TRAINING: "#54a24b",
     MERGING: "#b279a2",
+    GUESTS: "#72b7b2",
     SCORING: "#eeca3b",
     POLICY_TRAINING: "#f58518",
 }
@@ -45,7 +53,7 @@ class Timeline:
 
     Args:
         folder (`Path`):
-            Folder of `rank_<rank>.jsonl`, which is replaced. All ranks can use the same folder, also on a shared file
+            Folder of `rank_<rank>.jsonl`, which is added to. All ranks can use the same folder, also on a shared file
             system.
         rank (`int`):
             This rank.
@@ -66,8 +74,13 @@ class Timeline:
         clock: Callable[[], float] = time.perf_counter,
     ):
         folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"rank_{rank}.jsonl"
+        run = 1 + _runs_so_far(folder)  # before the barrier, after which the first rank adds one
+        has_half_a_line = path.exists() and not path.read_bytes().endswith(b"\n")  # of a rank that was killed
         # Written line by line, so that the file also shows what a rank did before it was killed.
-        self._file = (folder / f"rank_{rank}.jsonl").open("w", buffering=1)
+        self._file: TextIO | None = path.open("a", buffering=1)
+        if has_half_a_line:
+            self._file.write("\n")
         self._clock = clock
         self._open: list[str] = []  # names of the intervals that have begun, the innermost last
         self._begun_s = 0.0
@@ -77,7 +90,7 @@ class Timeline:
         barrier()
         self._zero = clock()
         self.zero_error_s = self._zero - entered
-        self._write({"rank": rank, "num_ranks": num_ranks, "zero_error_s": self.zero_error_s})
+        self._write({"run": run, "rank": rank, "num_ranks": num_ranks, "zero_error_s": self.zero_error_s})
 
     @classmethod
     def of_run(cls, output_dir: str | os.PathLike, accelerator: Any) -> "Timeline":
@@ -103,8 +116,14 @@ class Timeline:
         self._begun_s = now
 
     def _write(self, row: dict) -> None:
+        if self._file is None:
+            return
         row = {key: round(value, 6) if isinstance(value, float) else value for key, value in row.items()}
-        self._file.write(json.dumps(row) + "\n")
+        try:
+            self._file.write(json.dumps(row) + "\n")
+        except OSError as error:  # such as a full disk, which must not end the run
+            logger.warning("The timeline ends here: %s: %s", self._file.name, error)
+            self._file = None
 
 
 class NoTimeline:
@@ -134,24 +153,74 @@ class RankTimeline:
     intervals: list[Interval]
 
 
-def read_timelines(folder: Path) -> list[RankTimeline]:
+def read_timelines(folder: Path, last_run_only: bool = False) -> list[RankTimeline]:
     """
-    Timelines of all ranks, in rank order.
+    Timelines of all ranks, in rank order. The runs of a folder follow each other without the pauses between them;
+    `num_ranks` is that of the last one.
+
+    Args:
+        folder (`Path`):
+            Folder of a [`Timeline`].
+        last_run_only (`bool`, *optional*, defaults to `False`):
+            Whether to leave out all runs but the last one.
 
     Raises:
         `FileNotFoundError`: When the folder holds none.
     """
-    timelines = []
-    for path in folder.glob("rank_*.jsonl"):
-        lines = path.read_text().splitlines()
-        # A rank that was killed can leave half a line at the end.
-        rows = [json.loads(line) for line in lines if line.endswith("}")]
-        timelines.append(RankTimeline(**rows[0], intervals=[Interval(**row) for row in rows[1:]]))
-    if not timelines:
+    runs_of_ranks = [_read_runs(path) for path in folder.glob("rank_*.jsonl")]
+    runs_of_ranks = [runs for runs in runs_of_ranks if runs]
+    if not runs_of_ranks:
         raise FileNotFoundError(
             f"{folder} holds no rank_<n>.jsonl. A run writes them to <output_dir>/timeline with `log_timeline=True`."
         )
+    if last_run_only:
+        last = max(max(runs) for runs in runs_of_ranks)
+        runs_of_ranks = [{last: runs[last]} for runs in runs_of_ranks if last in runs]
+    starts_s = _starts_s(runs_of_ranks)
+    timelines = [_joined(runs, starts_s) for runs in runs_of_ranks]
     return sorted(timelines, key=lambda timeline: timeline.rank)
+
+
+def _read_runs(path: Path) -> dict[int, RankTimeline]:
+    """The runs in the file of a rank, by their number; times count from the start of each."""
+    runs: dict[int, RankTimeline] = {}
+    for line in path.read_text().splitlines():
+        if not line.endswith("}"):
+            continue  # a rank that was killed can leave half a line
+        row = json.loads(line)
+        if "num_ranks" in row:
+            number = row.pop("run", 1)  # files of the first versions hold one run
+            current = runs[number] = RankTimeline(**row, intervals=[])
+        else:
+            current.intervals.append(Interval(**row))
+    return runs
+
+
+def _runs_so_far(folder: Path) -> int:
+    """The number of the last run in a folder; the first rank is part of every run, and others may be new."""
+    path = folder / "rank_0.jsonl"
+    return max(_read_runs(path), default=0) if path.exists() else 0
+
+
+def _starts_s(runs_of_ranks: list[dict[int, RankTimeline]]) -> dict[int, float]:
+    """When each run begins, if all ranks' runs follow each other without a pause."""
+    starts_s, now_s = {}, 0.0
+    for number in sorted(set().union(*runs_of_ranks)):
+        starts_s[number] = now_s
+        now_s += max(
+            (i.end_s for runs in runs_of_ranks if number in runs for i in runs[number].intervals), default=0.0
+        )
+    return starts_s
+
+
+def _joined(runs: dict[int, RankTimeline], starts_s: dict[int, float]) -> RankTimeline:
+    last = runs[max(runs)]
+    intervals = [
+        replace(interval, start_s=interval.start_s + starts_s[number], end_s=interval.end_s + starts_s[number])
+        for number in sorted(runs)
+        for interval in runs[number].intervals
+    ]
+    return replace(last, zero_error_s=max(run.zero_error_s for run in runs.values()), intervals=intervals)
 
 
 def seconds_by_name(timeline: RankTimeline) -> dict[str, float]:

@@ -125,7 +125,11 @@ def _add_warmup(commands) -> None:
     parser.add_argument("--tokens", type=int, default=80_000, help="tokens of answers to sample and learn from")
     parser.add_argument("--epochs", type=float, default=6.0, help="passes over them")
     parser.add_argument("--max_s", type=float, default=float("inf"), help="training time at most, in seconds")
-    parser.add_argument("--draft_vocab_size", type=int, help="reduced vocabulary; default: the whole one")
+    parser.add_argument(
+        "--draft_vocab_size",
+        type=int,
+        help="tokens that can be drafted; default: a quarter of all",
+    )
     parser.add_argument("--unroll_steps", type=int, default=5, help="draft steps to train")
     parser.add_argument("--learning_rate", type=float, default=1e-3)
     parser.add_argument("--max_tokens_per_step", type=int, default=256)

@@ -28,6 +28,7 @@ from ..drafter.drafter_trainer import DrafterTrainingArguments
 from ..drafter.hub import write_model_card
 from ..drafter.modeling_drafter import Drafter
 from ..drafter.pretraining import PRETRAINING_ARGUMENTS, DrafterWarmup, draft_token_ids_for
+from ..drafter.vocabulary import default_draft_vocab_size
 from ..generation.engine import RolloutEngine
 from ..generation.policy_checks import why_type_is_unsupported
 from ..generation.rollout_loop import RolloutLoop
@@ -81,7 +82,8 @@ def warm_up(
         max_num_seqs (`int`, *optional*, defaults to `64`):
             Requests sampled at once.
         draft_vocab_size (`int`, *optional*):
-            Size of the reduced vocabulary, the most frequent tokens of the first round. `None` keeps the whole one.
+            Size of the draft vocabulary, the most frequent tokens of the first round. `None` means
+            [`~tlt_trl.drafter.vocabulary.default_draft_vocab_size`].
         always_drafted (`Sequence[int]`, *optional*, defaults to `()`):
             Token ids that a reduced vocabulary must hold, for example the end of the sequence.
         epochs (`float`, *optional*, defaults to `6.0`):
@@ -101,6 +103,8 @@ def warm_up(
     prompts = _prompts_that_fit(prompts, _check_policy(model) - max_completion_length)
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
     policy.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    if draft_vocab_size is None:
+        draft_vocab_size = default_draft_vocab_size(policy.config.vocab_size)
     max_model_len = max(map(len, prompts)) + max_completion_length
     sampler = AnswerSampler(
         _build_engine(model, policy, draft_vocab_size, max_num_seqs, max_model_len, args.seed),
@@ -172,10 +176,10 @@ def _check_policy(model: str) -> int:
 
 
 def _build_engine(
-    model: str, policy: PreTrainedModel, draft_vocab_size: int | None, max_num_seqs: int, max_model_len: int, seed: int
+    model: str, policy: PreTrainedModel, draft_vocab_size: int, max_num_seqs: int, max_model_len: int, seed: int
 ) -> "LLM":
     """An engine whose drafter has its shape already; which tokens it drafts is known after the first round."""
-    draft_token_ids = None if draft_vocab_size is None else torch.arange(draft_vocab_size)
+    draft_token_ids = torch.arange(draft_vocab_size)
     with tempfile.TemporaryDirectory(prefix="tlt-trl-drafter-") as folder:
         Drafter.from_policy(policy, draft_token_ids).save_pretrained(folder)
         return build_llm(

@@ -40,6 +40,8 @@ COARSE_TOLERANCE = 2**-6
 SUM_TOLERANCE = 2**-14
 
 PackedChecksums = WeakKeyDictionary[torch.nn.Module, list[int]]
+
+ONLY_RANK = TensorParallelRank()  # without tensor parallelism
 Multiply = Callable[[torch.nn.Module, torch.Tensor], torch.Tensor | None]
 
 
@@ -135,7 +137,7 @@ class EngineTensors:
             Checksums of weights that cannot be read any more, see [`noting_packed_weights`].
     """
 
-    def __init__(self, model: torch.nn.Module, multiply: Multiply, rank: TensorParallelRank = TensorParallelRank()):
+    def __init__(self, model: torch.nn.Module, multiply: Multiply, rank: TensorParallelRank = ONLY_RANK):
         self.packed: PackedChecksums = WeakKeyDictionary()
         # A tied head is the same tensor as the embedding, and in some models the same module.
         self._modules = dict(model.named_modules(remove_duplicate=False))

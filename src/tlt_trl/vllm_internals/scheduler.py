@@ -90,6 +90,8 @@ class SteeredScheduler:
         self.look_up: Callable[[str, Sequence[int], Sequence[int], int], list[int]] = lambda *request: []
         # Whether a request with these `SamplingParams` is exact under speculation.
         self.is_exact: Callable[[Any], bool] = lambda params: True
+        # Told of the `SamplingParams` of every request.
+        self.on_request: Callable[[Any], None] = lambda params: None
         self._inexact_requests: set[str] = set()
         self._scheduler = scheduler
         self._on_choice = on_choice
@@ -134,6 +136,7 @@ class SteeredScheduler:
 
     def _check_and_add(self, request: Any) -> None:
         """Takes the place of `scheduler.add_request`, by which every request comes, whoever has made it."""
+        self.on_request(request.sampling_params)
         if not self.is_exact(request.sampling_params):
             self._inexact_requests.add(request.request_id)
         self._add_request(request)

@@ -2,6 +2,8 @@
 
 import logging
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -77,7 +79,8 @@ class EngineWeights:
         with set_current_vllm_config(self._parts.config), torch.no_grad():
             if self._parts.is_cpu:
                 # The CPU backend packs linear weights and drops their loaders; the layerwise reload rebuilds both.
-                with noting_packed_weights() as engine.packed:
+                failing = finished_after_failure(self.policy, self._parts.config.model_config)
+                with failing, noting_packed_weights() as engine.packed:
                     self._parts.runner.reload_weights(weights_iterator=observed)
                 repack_tied_head(model)
             else:
@@ -91,13 +94,11 @@ class EngineWeights:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights as they come, leaving a fingerprint of each."""
         for name, tensor in weights:
-            # One pass without a temporary. Products with a broken weight differ from themselves, so without this the
-            # comparison below would blame the engine.
-            if tensor.numel() and not torch.linalg.vector_norm(tensor, float("inf")).isfinite():
+            # Products with a broken weight differ from themselves: without this, the comparison below would blame the
+            # engine.
+            if not is_finite(tensor):
                 raise NonFinitePolicyError(
-                    f"The policy's weight {name} holds NaN or infinity, so its training has diverged; the engine was "
-                    "not changed further. Look at the loss and `grad_norm` of the steps before: lower `learning_rate` "
-                    "or `max_grad_norm`, check the reward function for NaN, or resume from an earlier checkpoint."
+                    f"The policy's weight {name} holds NaN or infinity; nothing is sampled from it."
                 )
             own = engine.slice_of(name, tensor)
             fingerprints[name] = fingerprint_of_weight(own, engine.dtype(name) or self._parts.dtype)
@@ -166,6 +167,33 @@ def _fingerprints_of_drafter(weights: list[tuple[str, torch.Tensor]], engine: En
             own = engine.slice_of(engine_name, tensor)
             fingerprints[engine_name] = fingerprint_of_weight(own, engine.dtype(engine_name) or tensor.dtype)
     return fingerprints
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """
+    Whether no entry is NaN or infinite.
+
+    The sum says so, for a 135M policy in 0.02 s on one core, where the largest magnitude takes 0.34 s; every entry is
+    asked only if the sum overflows.
+    """
+    return bool(tensor.sum(dtype=torch.float32).isfinite()) or bool(tensor.isfinite().all())
+
+
+@contextmanager
+def finished_after_failure(model: torch.nn.Module, model_config: Any) -> Iterator[None]:
+    """
+    Finishes a layerwise reload that an exception ends: a policy with NaN, an interrupt in a notebook.
+
+    Half of the layers would stay without weights and loaders, and the next push would fail with an `AttributeError`
+    (vLLM 0.31). What was not loaded is put back, so the engine holds some of both until it is pushed to again.
+    """
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+    try:
+        yield
+    except BaseException:
+        finalize_layerwise_reload(model, model_config)
+        raise
 
 
 def repack_tied_head(model: torch.nn.Module) -> None:
