@@ -121,6 +121,8 @@ class TestScan:
             "-----BEGIN OPENSSH PRIVATE KEY-----",
             f"/mnt/{drawn(32)}/policy",
         ],
+        # Every process that collects the tests draws other values.
+        ids=["short", "long", "hex", "hub", "api", "forge", "cloud", "database", "file", "path"],
     )
     def test_what_looks_like_a_key_is_named_without_its_value(self, folder, value):
         add_fact(folder, judge={"endpoint": ["a", value]})
