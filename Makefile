@@ -58,7 +58,7 @@ test: $(STAMP)
 	@$(MAKE) --no-print-directory run ARGS="-m pytest -m 'not slow and $(NEEDS_ALL_CORES)'"
 
 test-fast: $(STAMP)
-	@$(MAKE) --no-print-directory run ARGS="-m pytest $(SPREAD) -m 'not engine and not slow and not $(NEEDS_ALL_CORES)'"
+	@$(MAKE) --no-print-directory run ARGS="-m pytest $(SPREAD) -m 'not engine and not long and not slow and not $(NEEDS_ALL_CORES)'"
 
 test-slow: $(STAMP)
 	@$(MAKE) --no-print-directory run ARGS="-m pytest $(SPREAD) -m 'slow and not $(NEEDS_ALL_CORES)'"

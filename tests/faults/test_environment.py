@@ -34,6 +34,7 @@ class TestToolsAreOneProcess:
         assert json.loads(done.stdout)["ok"]
 
     @pytest.mark.engine
+    @pytest.mark.slow
     def test_warmup_of_a_launcher(self, tiny_policy_dir, tmp_path):
         (tmp_path / "prompts.jsonl").write_text('{"prompt": "w5 w6"}\n')
         options = {"model": tiny_policy_dir, "prompts": tmp_path / "prompts.jsonl", "output": tmp_path / "drafter"}

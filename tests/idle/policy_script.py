@@ -15,13 +15,17 @@ from tests.test_tlt_grpo_trainer import colocated_arguments, prompts, text_rewar
 from tlt_trl import TLTGRPOTrainer
 
 
-class StragglingTrainer(TLTGRPOTrainer):
-    """The second rank's rollouts take longer."""
+def slow_down(trainer):
+    """Lets the training rollouts of this rank take longer; what comes before them, ranks do together."""
+    loop = trainer.vllm_generation.rollout_loop
+    run = loop.run
 
-    def _generate_single_turn(self, *args, **kwargs):
-        if self.accelerator.process_index == 1 and self.model.training:
+    def run_late():
+        if trainer.model.training:
             time.sleep(0.5)
-        return super()._generate_single_turn(*args, **kwargs)
+        return run()
+
+    loop.run = run_late
 
 
 def main():
@@ -31,7 +35,9 @@ def main():
     cores = sorted(os.sched_getaffinity(0))
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[i % len(cores)]) for i in range(2))
     args = colocated_arguments(output_dir, speculation_selector="fixed", speculation_activation_threshold=0, **options)
-    trainer = StragglingTrainer(policy, text_reward, args, prompts(), eval_dataset=prompts(4))
+    trainer = TLTGRPOTrainer(policy, text_reward, args, prompts(), eval_dataset=prompts(4))
+    if rank == 1:
+        slow_down(trainer)
     drafter_before = [parameter.detach().clone() for parameter in trainer.drafter.trained_parameters()]
     if evaluate_first:
         trainer.evaluate()

@@ -40,7 +40,9 @@ def test_the_engine_samples_from_the_policy(tmp_path, model_type, dtype, head, e
     case = {"model_type": model_type, "dtype": dtype, "tied": head == "tied", "compiled": engine == "compiled"}
     result = run(tmp_path, **case, **kwargs)
     assert result["speculative"] and len(result["losses"]) == 3 and all(map(math.isfinite, result["losses"]))
-    assert result["drafter_steps"] > 0 and result["draft_tokens"] > 0
+    assert result["draft_tokens"] > 0
+    if "speculation_selector" not in kwargs:  # else training has to pay for itself, and here it cannot
+        assert result["drafter_steps"] > 0
     # Log-probs are differences of logits, which are what is rounded.
     scale = result["spread"]
     config = AutoConfig.from_pretrained(tmp_path / "policy")

@@ -127,7 +127,7 @@ def test_the_statistics_would_catch_a_lost_token(under_test, monkeypatch):
         sample.token_ids += last
 
     monkeypatch.setattr(requests, "go_on", forgetful)
-    prompts = spread_prompts(320)
+    prompts = spread_prompts(960)
     outputs, _ = generate(under_test, prompts, 3, max_tokens=40)
     cut = [row[:36] for row in tokens(outputs)]
     assert rollout_p_value(under_test.policy, prompts, cut, temperature=1.0) < SIGNIFICANCE

@@ -12,7 +12,7 @@ from tlt_trl.tools import simulator
 from tlt_trl.tools.replay import replay_table
 
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.long
 
 
 def test_step_time_is_the_measured_table():

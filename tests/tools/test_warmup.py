@@ -46,6 +46,7 @@ def test_dataset_becomes_a_drafter_that_drafts_meanwhile(tiny_policy_dir, tmp_pa
     assert 0 < result["sampling_drafter_share"] < 1 and result["sampled_tokens_per_s"] > 0
 
 
+@pytest.mark.slow
 def test_one_round_is_enough_and_has_no_drafter(tiny_policy_dir, tmp_path):
     result = run(tiny_policy_dir, tmp_path, tokens=60)
     assert result["sampling_drafter_share"] == 0 and result["tokens_trained"] > 0
