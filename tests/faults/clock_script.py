@@ -63,13 +63,12 @@ def main(policy_dir: str, output_dir: str) -> None:
     runs = []
     for resume in (None, None, f"{output_dir}/checkpoint-3"):
         clock.now_s += 30.0
-        observer.ages, before = [], trainer.online_drafter.steps
+        observer.ages = []
         trainer.train(resume_from_checkpoint=resume)
-        steps = trainer.online_drafter.steps - before
         # A resumed run begins with the logs of the one that it goes on with.
-        counted_s = [log["tlt/payback/step_s"] for log in trainer.state.log_history if "tlt/payback/step_s" in log]
-        counted_s = counted_s[-len(observer.ages) :]
-        runs.append({"counted_s": counted_s, "ages": observer.ages, "drafter_steps": steps})
+        logs = [log for log in trainer.state.log_history if "tlt/payback/step_s" in log][-len(observer.ages) :]
+        counted_s, steps = ([log[name] for log in logs] for name in ("tlt/payback/step_s", "tlt/drafter/steps"))
+        runs.append({"counted_s": counted_s, "ages": observer.ages, "drafter_steps": sum(steps)})
     print("RESULT", json.dumps(runs))
 
 

@@ -76,3 +76,14 @@ def test_a_resumed_run_goes_on(clock):
     resumed.start_run()
     resumed.load_state_dict(state)
     assert lap(resumed, other_clock, 2.0) == lap(steps, clock, 2.0) == 5.0
+
+
+def test_what_is_saved_inside_an_uncounted_time_does_not_contain_it(clock):
+    step_clock, resumed = StepClock(clock), StepClock(clock)
+    step_clock.start()
+    clock.now_s += 2.0
+    with step_clock.uncounted():
+        clock.now_s += 600.0
+        resumed.load_state_dict(step_clock.state_dict())
+    clock.now_s += 2.0
+    assert step_clock.lap() == resumed.lap() == 4.0

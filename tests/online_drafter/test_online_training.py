@@ -253,7 +253,7 @@ class TestFeatures:
     def test_another_run_counts_its_steps_anew(self, make_online, fill_buffer):
         buffer = fill_buffer()
         online = make_online(buffer)
-        online.start_rollout(buffer.max_age)
+        online.start_rollout(buffer.max_age - 1)
         online.start_run()
         online.start_rollout(0)
         assert buffer.num_tokens > 0

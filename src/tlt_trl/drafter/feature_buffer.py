@@ -116,8 +116,8 @@ class FeatureBuffer:
 
     def start_run(self) -> None:
         """
-        Begins another run, whose steps count anew. What is there keeps its age: as much older than the first step of
-        the new run as it was than the last one of the run before.
+        Begins another run, whose steps count anew. Its first step is the one after the last of the run before, as far
+        as the age of what is there goes.
         """
         self._is_new_run = True
 
@@ -126,7 +126,7 @@ class FeatureBuffer:
         if self._is_new_run:
             self._is_new_run = False
             for entry in self._entries:
-                entry.sample = replace(entry.sample, step=entry.sample.step + step - self.current_step)
+                entry.sample = replace(entry.sample, step=entry.sample.step + step - 1 - self.current_step)
         self.current_step = step
         self._keep([entry for entry in self._entries if step - entry.sample.step <= self.max_age])
 

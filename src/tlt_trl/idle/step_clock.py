@@ -19,6 +19,7 @@ class StepClock:
         self._clock = clock
         self._since_s: float | None = None
         self._uncounted_depth = 0
+        self._uncounted_since_s = 0.0
 
     def start_run(self) -> None:
         """Begins anew: the time since the last step of an earlier run was not this run's."""
@@ -39,18 +40,21 @@ class StepClock:
     @contextmanager
     def uncounted(self) -> Iterator[None]:
         """Time inside does not count. May be nested, as evaluations on several sets are."""
-        began = self._clock()
+        if not self._uncounted_depth:
+            self._uncounted_since_s = self._clock()
         self._uncounted_depth += 1
         try:
             yield
         finally:
             self._uncounted_depth -= 1
             if self._since_s is not None and not self._uncounted_depth:
-                self._since_s += self._clock() - began
+                self._since_s += self._clock() - self._uncounted_since_s
 
     def state_dict(self) -> dict[str, Any]:
-        # A clock starts anew with its process, so a time that has passed is saved and not a moment.
-        return {"since_lap_s": None if self._since_s is None else self._clock() - self._since_s}
+        # A clock starts anew with its process, so a time that has passed is saved and not a moment. A checkpoint is
+        # saved inside `uncounted`.
+        now_s = self._uncounted_since_s if self._uncounted_depth else self._clock()
+        return {"since_lap_s": None if self._since_s is None else now_s - self._since_s}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on with what `state_dict` returned."""
