@@ -2,6 +2,7 @@
 
 import gc
 import os
+import random
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -116,10 +117,20 @@ def leave_launcher() -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """
+    A port of this machine that nobody listens on.
+
+    It is used seconds later, when the model is loaded. So it is none of those that the system hands out by itself
+    (Linux: 32768 and above): another process that asked for one meanwhile would get it.
+    """
+    for port in random.SystemRandom().sample(range(20_000, 32_768), 100):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise OSError("No free port was found between 20000 and 32767.")
 
 
 def completion_ids(llm: "LLM", prompts: Sequence[list[int]], **sampling: Any) -> list[list[int]]:
