@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.conftest import ROOT, environment_of_its_own
+from tests.conftest import ROOT, environment_of_its_own, save_tiny_policy
+from tests.idle.test_two_processes import train
 from tests.lossless.lossless_tools import SIGNIFICANCE, rollout_p_value, trained_drafter
 from tests.tolerance import logprob_tolerance
 
@@ -79,3 +80,14 @@ class TestTwoProcesses:
         returned = torch.tensor([s["logprobs"] for s in samples])
         assert (expected - returned).abs().max() < 8 * logprob_tolerance()  # rows are eight times as long
         assert rollout_p_value(policy, prompts, tokens, temperature=1.0) > SIGNIFICANCE
+
+
+def test_a_run_of_the_trainer_exchanges_descriptions_and_ends(tmp_path):
+    """Its rollouts are too short for a plan; what shows is that ranks serve, wait and end together in every step."""
+    policy = save_tiny_policy(tmp_path / "policy", vocab_size=64, num_layers=2)
+    results, _ = train(policy, tmp_path / "run", sample_reallocation="prefill")
+    for result in results:
+        assert len(result["logs"]) == 3
+    for log in results[0]["logs"]:
+        assert log["tlt/reallocation/samples"] == 0.0 < log["tlt/reallocation/time_s"]
+        assert log["tlt/idle_s"] > 0.2
