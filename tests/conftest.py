@@ -32,13 +32,20 @@ def take_own_cores() -> None:
 if "PYTEST_XDIST_WORKER" in os.environ:  # before anything starts a team of threads
     take_own_cores()
 
+from tlt_trl.generation.standalone import free_port  # noqa: E402  (torch reads the number of its threads when imported)
+
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # TRL takes 29500 while it is free: two processes would both take it
+    os.environ["MASTER_PORT"] = str(free_port())
+
 
 def environment_of_its_own() -> dict[str, str]:
     """
     Environment for a process that a test starts: it imports `tests` and does not join the engines of other tests.
     """
     inherited = {name: value for name, value in os.environ.items() if name not in RENDEZVOUS}
-    return inherited | {"PYTHONPATH": f"{ROOT}{os.pathsep}{inherited.get('PYTHONPATH', '')}"}
+    search_path = f"{ROOT}{os.pathsep}{inherited.get('PYTHONPATH', '')}"
+    return inherited | {"PYTHONPATH": search_path, "MASTER_PORT": str(free_port())}
 
 
 def save_tiny_policy(
