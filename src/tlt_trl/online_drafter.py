@@ -377,7 +377,6 @@ def online_drafter_for(
         learning_rate=args.drafter_learning_rate,
         # Longer drafts than the drafter is trained for are poor, and shorter ones waste training.
         unroll_steps=max(1, args.max_drafter_tokens),
-        max_tokens_per_step=args.drafter_max_tokens_per_step,
         temperature=args.temperature,
         autocast_dtype=AUTOCAST_DTYPES[accelerator.mixed_precision],
         seed=args.seed + rank,

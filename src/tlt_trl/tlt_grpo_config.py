@@ -34,7 +34,6 @@ OWN_SPECULATIVE_KEYS = {
 DRAFTER_TRAINING_FIELDS = (
     "drafter_time_budget",
     "drafter_learning_rate",
-    "drafter_max_tokens_per_step",
     "drafter_background_training",
     "feature_buffer_tokens",
 )
@@ -114,9 +113,6 @@ class TLTGRPOConfig(GRPOConfig):
             trains in waiting time only, which a single process does not have.
         drafter_learning_rate (`float`, *optional*, defaults to `0.0005`):
             Learning rate of the drafter's own AdamW. Too low and it cannot follow the policy.
-        drafter_max_tokens_per_step (`int`, *optional*, defaults to `512`):
-            Tokens packed into one optimiser step of the drafter. Smaller learns more from the same tokens and stops
-            sooner, larger uses a GPU better; samples longer than it are trained on in windows.
         drafter_push_to_hub (`bool`, *optional*, defaults to `False`):
             Whether to push the drafter to the Hub at the end of training and, as `hub_strategy` says, at every save,
             in the background. `hub_token`, `hub_private_repo`, `hub_revision` and `hub_always_push` apply. A push that
@@ -253,13 +249,6 @@ class TLTGRPOConfig(GRPOConfig):
         default=5e-4,
         metadata={"help": "Learning rate of the drafter's own AdamW. Too low and it cannot follow the policy."},
     )
-    drafter_max_tokens_per_step: int = field(
-        default=512,
-        metadata={
-            "help": "Tokens packed into one optimiser step of the drafter. Smaller learns more from the same tokens "
-            "and stops sooner, larger uses a GPU better; samples longer than it are trained on in windows."
-        },
-    )
     drafter_push_to_hub: bool = field(
         default=False,
         metadata={
@@ -314,7 +303,6 @@ class TLTGRPOConfig(GRPOConfig):
         self._check_range("drafter_time_budget", 0.0, 0.9)
         if not self.drafter_learning_rate > 0:
             raise ValueError(f"`drafter_learning_rate` must be greater than 0, got {self.drafter_learning_rate}.")
-        self._check_range("drafter_max_tokens_per_step", 16)
         self._check_range("feature_buffer_tokens", 1)
         if self.drafter_vocab_size is not None:
             self._check_range("drafter_vocab_size", 1)

@@ -57,7 +57,7 @@ def make_trainer(policy_dir, output_dir, callbacks=None, **kwargs):
         "speculation_selector": "fixed",
     }
     if kwargs.get("drafter_training", True):
-        defaults |= {"drafter_time_budget": 0.9, "drafter_max_tokens_per_step": 64}
+        defaults["drafter_time_budget"] = 0.9
     args = TLTGRPOConfig(str(output_dir), **(defaults | kwargs))
     return TLTGRPOTrainer(policy_dir, reward, args, dataset(), dataset(8), callbacks=callbacks)
 

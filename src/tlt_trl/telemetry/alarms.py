@@ -34,13 +34,12 @@ ADVICE = {
     ),
     "drafter_training_failed": (
         "The drafter is the one from before the fault, and the policy's training is not affected. Out of memory: "
-        "lower `drafter_max_tokens_per_step` or `vllm_gpu_memory_utilization`. Losses that are not finite: lower "
-        "`drafter_learning_rate`. `drafter_training=False` goes on with the drafter as it is."
+        "lower `vllm_gpu_memory_utilization`. Losses that are not finite: lower `drafter_learning_rate`. "
+        "`drafter_training=False` goes on with the drafter as it is."
     ),
     "drafter_untrained": (
-        "The drafter falls behind the policy. Raise `drafter_time_budget` if it is what limits training, lower "
-        "`drafter_max_tokens_per_step` if one optimiser step takes longer than what training may cost, or warm a "
-        "drafter up with `tlt-trl warmup`."
+        "The drafter falls behind the policy. Raise `drafter_time_budget` if it is what limits training, "
+        "or warm a drafter up with `tlt-trl warmup`."
     ),
     "not_paying": (
         "Speculation and the drafter's training have cost more than they saved. The run goes on without both, and "
