@@ -14,6 +14,7 @@ from tests.conftest import ROOT, environment_of_its_own, save_tiny_policy
 
 pytestmark = [pytest.mark.engine, pytest.mark.processes]
 
+LEARNING = {"speculation_selector": "auto", "drafter_time_budget": 0.5}
 SCRIPT = Path(__file__).with_name("group_script.py")
 
 
@@ -47,18 +48,19 @@ def train(policy, output_dir, **options):
 
 
 def test_ranks_of_an_engine_train_and_choose_alike(policy, tmp_path):
-    first, second = train(policy, tmp_path / "run", max_completion_length=24)
+    first, second = train(policy, tmp_path / "run", max_completion_length=24, **LEARNING)
     assert "error" not in first and "error" not in second
     assert first["disabled"] == second["disabled"] == []
     # The second rank's own policy was all zeros.
     assert first["drafter_at_start"] == second["drafter_at_start"] > 0
-    assert first["drafter"] == second["drafter"]
+    assert first["drafter"] == second["drafter"] != first["drafter_at_start"]
     assert first["policy"] == second["policy"]
     # Their selectors have heard of different times, and still both have run the same strategies.
     assert first["choices"] == second["choices"]
     assert len(set(first["choices"])) > 1
     assert first["asked"] == second["asked"] < len(first["choices"]) / 2
     assert len(first["logs"]) == 3
+    assert first["logs"][-1]["tlt/drafter_tokens"] > 0
     assert all(log["tlt/alarm/drafter_mismatch"] == 0.0 for log in first["logs"])
 
 
