@@ -64,6 +64,7 @@ def test_resume_on_one_process(tmp_path):
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_resume_on_two_processes(tmp_path):
     policy = save_tiny_policy(tmp_path / "policy", vocab_size=64, num_layers=2)
     config = ROOT / "accelerate_configs" / "cpu_2_processes.yaml"

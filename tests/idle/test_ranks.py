@@ -53,7 +53,7 @@ def test_nobody_with_samples_merges_nothing(tmp_path):
     assert [result["reports"][0]["all_tokens"] for result in results] == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("victim", [1, 0])
+@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_killed_rank_is_named_within_the_deadline(tmp_path, victim):
     first, second = [[0.1] * 3, [0.1] * 3]
     second[victim] = None

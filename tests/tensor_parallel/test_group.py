@@ -72,6 +72,7 @@ def test_a_wrong_slice_of_the_policy_ends_both_ranks(policy, tmp_path):
     assert "Rank 1: WeightMismatchError" in first["error"] and name in first["error"]
 
 
+@pytest.mark.slow
 def test_a_wrong_slice_of_the_drafter_stops_its_use_on_both_ranks(policy, tmp_path):
     first, second = train(policy, tmp_path / "run", wrong_drafter="midlayer.mlp.down_proj.weight")
     assert "error" not in first and "error" not in second

@@ -57,6 +57,7 @@ def test_missing_cases_say_how_to_make_them(tmp_path):
 
 
 @pytest.mark.engine
+@pytest.mark.slow
 def test_strategies_of_a_tiny_policy(tiny_policy_dir, tmp_path):
     policy = AutoModelForCausalLM.from_pretrained(tiny_policy_dir, dtype=torch.float32)
     Drafter.from_policy(policy).save_pretrained(tmp_path / "drafter")

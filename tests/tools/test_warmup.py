@@ -34,6 +34,7 @@ def run(policy: str, tmp_path, **changes) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_dataset_becomes_a_drafter_that_drafts_meanwhile(tiny_policy_dir, tmp_path):
     result = run(tiny_policy_dir, tmp_path, draft_vocab_size=32)
     config = AutoConfig.from_pretrained(tiny_policy_dir)
