@@ -29,9 +29,7 @@ def engine_pushes(trainer):
 def run(make_tiny_policy, tmp_path_factory):
     """A run whose rollouts save much in the first steps and lose much in the others, whatever they really do."""
     policy = make_tiny_policy(tmp_path_factory.mktemp("policy"), num_layers=2)
-    args = colocated_arguments(
-        tmp_path_factory.mktemp("output"), max_steps=STEPS, drafter_time_budget=0.5
-    )
+    args = colocated_arguments(tmp_path_factory.mktemp("output"), max_steps=STEPS, drafter_time_budget=0.5)
     trainer = TLTGRPOTrainer(policy, text_reward, args, prompts())
     online, pushes, added = trainer.online_drafter, engine_pushes(trainer), []
     note_rollout = online.note_rollout
