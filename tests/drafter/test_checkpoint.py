@@ -1,4 +1,5 @@
 import json
+import os
 
 import pytest
 import torch
@@ -185,6 +186,62 @@ class TestForeignHeads:
             Drafter.from_pretrained(tmp_path, policy.config)
 
 
+class RunsCode:
+    """Pickled as a call that makes a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (os.mkdir, (str(self.path),))
+
+
+class TestPickledHeads:
+    @pytest.fixture
+    def pickled(self, saved):
+        """A folder as EAGLE's authors publish them: their file, their names, no layer ids, an embedding beside it."""
+        drafter, folder = saved
+        weights = load_file(folder / "model.safetensors") | {"embed_tokens.weight": torch.zeros(128, 64)}
+        (folder / "model.safetensors").unlink()
+        torch.save(weights, folder / "pytorch_model.bin")
+        config = json.loads((folder / "config.json").read_text())
+        for name in ("eagle_aux_hidden_state_layer_ids", "eagle_config", "num_aux_hidden_states", "head"):
+            config.pop(name, None)
+        (folder / "config.json").write_text(json.dumps(config))
+        return drafter, folder
+
+    def test_loads(self, pickled, policy):
+        drafter, folder = pickled
+        loaded = Drafter.from_pretrained(folder, policy.config)
+        assert all(torch.equal(loaded.state_dict()[name], t) for name, t in drafter.state_dict().items())
+        assert loaded.config.head == "own"
+
+    def test_safetensors_come_first(self, pickled, policy):
+        drafter, folder = pickled
+        drafter.save_pretrained(folder)
+        (folder / "pytorch_model.bin").write_bytes(b"not read")
+        Drafter.from_pretrained(folder, policy.config)
+
+    def test_code_is_refused_and_not_run(self, pickled, policy, tmp_path):
+        torch.save({"fc.weight": RunsCode(tmp_path / "made")}, pickled[1] / "pytorch_model.bin")
+        with pytest.raises(ValueError, match=r"pytorch_model.bin was not loaded: it holds more than tensors"):
+            Drafter.from_pretrained(pickled[1], policy.config)
+        assert not (tmp_path / "made").exists()
+
+    @pytest.mark.parametrize("content", [[torch.zeros(1)], {"fc.weight": 1.0}])
+    def test_something_else_is_refused(self, pickled, policy, content):
+        torch.save(content, pickled[1] / "pytorch_model.bin")
+        with pytest.raises(ValueError, match="no EAGLE-3 head"):
+            Drafter.from_pretrained(pickled[1], policy.config)
+
+    @pytest.mark.parametrize("kept_bytes", [0, 1000])
+    def test_a_damaged_file(self, pickled, policy, kept_bytes):
+        path = pickled[1] / "pytorch_model.bin"
+        path.write_bytes(path.read_bytes()[:kept_bytes])
+        with pytest.raises(ValueError, match="damaged"):
+            Drafter.from_pretrained(pickled[1], policy.config)
+
+
 class TestDamage:
     def test_truncated_file(self, saved, policy):
         path = saved[1] / "model.safetensors"
@@ -227,9 +284,10 @@ class TestDamage:
         with pytest.raises(ValueError, match="draft_vocab_size=129 is larger than vocab_size=128"):
             Drafter.from_pretrained(saved[1], policy.config)
 
-    def test_no_config_or_only_pickles(self, saved, policy, tmp_path):
-        (saved[1] / "model.safetensors").rename(saved[1] / "pytorch_model.bin")
-        with pytest.raises(ValueError, match="no .*safetensors.*Pickled"):
+    def test_no_weights_no_config(self, saved, policy):
+        (saved[1] / "model.safetensors").unlink()
+        (saved[1] / "training_args.bin").touch()
+        with pytest.raises(ValueError, match="holds neither"):
             Drafter.from_pretrained(saved[1], policy.config)
         (saved[1] / "config.json").unlink()
         with pytest.raises(ValueError, match="no config.json"):

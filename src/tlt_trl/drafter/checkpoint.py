@@ -8,6 +8,7 @@ import copy
 import importlib.metadata
 import json
 import os
+import pickle
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from .privacy import options_only
 
 
 WEIGHTS_NAME = "model.safetensors"
+# What EAGLE's authors publish. `training_args.bin` and `optimizer.bin` of other trainers are no weights.
+PICKLED_WEIGHTS = "pytorch_model*.bin"
 CONFIG_NAME = "config.json"
 PROVENANCE_NAME = "provenance.json"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -142,8 +145,12 @@ def drafter_from_checkpoint(
 def _local_directory(name_or_path: str | os.PathLike, revision: str | None, token: str | bool | None) -> Path:
     if Path(name_or_path).is_dir():
         return Path(name_or_path)
-    patterns = ["*.json", "*.safetensors"]
-    return Path(snapshot_download(str(name_or_path), allow_patterns=patterns, revision=revision, token=token))
+    options = {"revision": revision, "token": token}
+    directory = Path(snapshot_download(str(name_or_path), allow_patterns=["*.json", "*.safetensors"], **options))
+    if not any(directory.glob("*.safetensors")):
+        # Not at once: repositories that have both would be downloaded twice.
+        snapshot_download(str(name_or_path), allow_patterns=[PICKLED_WEIGHTS], **options)
+    return directory
 
 
 def _read_config(directory: Path, policy_config: PretrainedConfig | None, dtype: torch.dtype) -> DrafterConfig:
@@ -186,18 +193,38 @@ def _any_token_ids(config: DrafterConfig) -> Tensor:
 
 
 def _read_weights(directory: Path) -> dict[str, Tensor]:
-    files = sorted(directory.glob("*.safetensors"))
+    files = sorted(directory.glob("*.safetensors")) or sorted(directory.glob(PICKLED_WEIGHTS))
     if not files:
-        raise ValueError(f"{directory} holds no *.safetensors file. Pickled weights (*.bin, *.pt) are not loaded.")
+        raise ValueError(f"{directory} holds neither a *.safetensors file nor {PICKLED_WEIGHTS}.")
     weights: dict[str, Tensor] = {}
     for file in files:
-        try:
-            weights |= load_file(file)
-        except SafetensorError as error:
-            raise ValueError(f"{file} is damaged or incomplete ({error}). Copy or download it again.") from error
+        weights |= _read_pickle(file) if file.suffix == ".bin" else _read_safetensors(file)
     return {
         _our_name(name): tensor for name, tensor in weights.items() if not _our_name(name).startswith(POLICY_PREFIXES)
     }
+
+
+def _read_safetensors(file: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(file)
+    except SafetensorError as error:
+        raise ValueError(f"{file} is damaged or incomplete ({error}). Copy or download it again.") from error
+
+
+def _read_pickle(file: Path) -> dict[str, Tensor]:
+    """Tensors only: a pickle can hold code, which torch then refuses to run."""
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{file} was not loaded: it holds more than tensors, which could run code on this machine, or it is "
+            f"damaged ({str(error).splitlines()[0]}). Use a copy in safetensors from a source that you trust."
+        ) from error
+    except (EOFError, RuntimeError) as error:
+        raise ValueError(f"{file} is damaged or incomplete ({error}). Copy or download it again.") from error
+    if not isinstance(content, Mapping) or not all(isinstance(value, Tensor) for value in content.values()):
+        raise ValueError(f"{file} holds something else than tensors by name, so it is no EAGLE-3 head.")
+    return dict(content)
 
 
 def _our_name(name: str) -> str:

@@ -317,7 +317,7 @@ class Drafter(PreTrainedModel):
         Args:
             pretrained_model_name_or_path (`str` or `os.PathLike`):
                 Folder or Hub id of a saved drafter, or of an EAGLE-3 head in the layout of its authors, of SpecForge
-                or of speculators. Only safetensors are read.
+                or of speculators. Safetensors come first; of `pytorch_model*.bin` only tensors are read.
             policy_config ([`~transformers.PretrainedConfig`], *optional*):
                 Configuration of the policy to draft for. The drafter is checked against it. Needed if the checkpoint
                 does not say which layers of the policy it reads.
