@@ -36,7 +36,7 @@ from tlt_trl.generation.standalone import free_port  # noqa: E402  (torch reads 
 
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # TRL takes 29500 while it is free: two processes would both take it
-    os.environ["MASTER_PORT"] = str(free_port())
+    os.environ.setdefault("MASTER_PORT", str(free_port()))  # ranks that a test launches keep that of their launcher
 
 
 def environment_of_its_own() -> dict[str, str]:

@@ -53,7 +53,7 @@ def test_seeds_are_repeated_by_equal_greedy_drafts_only(tmp_path, kwargs, repeat
     assert config(tmp_path, **kwargs).repeats_seeds is repeats
 
 
-def test_adds_at_most_18_fields_and_each_has_help():
+def test_adds_at_most_17_fields_and_each_has_help():
     assert len(OURS) <= 17
     for name in OURS:
         text = TLTGRPOConfig.__dataclass_fields__[name].metadata["help"]

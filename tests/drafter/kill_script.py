@@ -82,14 +82,22 @@ def resume(output_dir: Path) -> tuple[int, int]:
     return step, drafter_step
 
 
+def has_saved_since(output_dir: Path, step: int) -> bool:
+    """Whether a checkpoint after `step` is whole and those from before `step` are gone."""
+    steps = [int(folder.name.split("-")[1]) for folder in output_dir.glob("checkpoint-*")]
+    whole = [s for s in steps if (output_dir / f"checkpoint-{s}/drafter/training/complete.json").exists()]
+    return max(whole, default=0) > step and min(steps) >= step
+
+
 def main(output_dir: str, num_kills: str, seed: str) -> None:
     output_dir, rng, step = Path(output_dir), random.Random(int(seed)), 0
-    for _ in range(int(num_kills)):
+    for number in range(int(num_kills)):
         child = os.fork()
         if child == 0:
             save_for_ever(output_dir, step)
-        # The first must have saved once: before that there is nothing to resume from.
-        while not step and not list(output_dir.glob("checkpoint-*/drafter/training/complete.json")):
+        # Before the first save there is nothing to resume from. Every other one ends a save as well: however slow the
+        # disk, no more than two in a row are killed before the older checkpoints have gone.
+        while number % 2 == 0 and not has_saved_since(output_dir, step):
             time.sleep(0.01)
         time.sleep(rng.uniform(0.02, 0.25))
         os.kill(child, signal.SIGKILL)

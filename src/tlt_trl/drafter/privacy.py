@@ -19,8 +19,8 @@ from huggingface_hub.utils import filter_repo_objects
 # Numbers and switches of a training run; of every other option only the name is kept. Names as argparse spells them.
 HARMLESS_OPTIONS = frozenset(
     """
-    beta bf16 draft_vocab_size drafter_learning_rate drafter_time_budget
-    drafter_training drafter_vocab_size epochs eval_steps feature_buffer_tokens fp16 gradient_accumulation_steps
+    beta bf16 draft_vocab_size drafter_learning_rate drafter_time_budget drafter_training drafter_vocab_size
+    epochs eval_steps feature_buffer_tokens fp16 gradient_accumulation_steps
     gradient_checkpointing learning_rate logging_steps max_completion_length max_grad_norm max_num_seqs max_s
     max_steps max_tokens_per_step num_generations num_iterations num_train_epochs per_device_eval_batch_size
     per_device_train_batch_size save_steps seed speculation_activation_threshold steps_per_generation temperature
