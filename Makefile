@@ -25,7 +25,7 @@ help:
 	@echo "make setup   virtual environment in $(VENV): vLLM for CUDA where there is a device, else for CPU"
 	@echo "make demo    GRPO with speculative rollouts on SmolLM2-135M; leaves runs/demo"
 	@echo "make demo-2  the same on two processes with a core each, and how they use the time of waiting; leaves runs/demo-2"
-	@echo "make test    everything that a change must pass, with the real engine (about 10 minutes)"
+	@echo "make test    everything that a change must pass, with the real engine (10 to 25 minutes)"
 	@echo "make test-fast   the part of it that starts no engine and no further processes (about a minute)"
 	@echo "make test-all    also repetitions and wide matrices (\`make test-slow\` runs only these)"
 	@echo "make lint    ruff and mypy"
